@@ -3,7 +3,8 @@
     bytes  uint8 [slots, frame_bytes]    on huge pages; pinned if the pool is on a GPU, so that copies run beside work
     seals  [slots]                       the name and the checksum of the page in each slot, 48 bytes
 
-A load is verified where the bytes arrived: in the frame of a pool on a CPU. For a pool on a GPU the slot is verified.
+A checksum reads a page right before it is copied, and the copy finds the page in a cache and is itself stored past the
+caches. A load is verified in the slot. A store takes the checksum of the frame, or of the slot if the pool is on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pagedkv.tiers.pool_view import Numbers, PoolView
 from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
 
 IN_CACHE: Final = 1 << 20
-"""Bytes that are copied before their checksums are computed."""
+"""Bytes whose checksums are computed before they are copied."""
 
 
 class HostTier(SlotTier):
@@ -58,29 +59,30 @@ class HostTier(SlotTier):
         return []
 
     def _store(self, moves: Sequence[Move]) -> None:
-        assert self._pool is not None
+        pool = self._pool
+        assert pool is not None
         for part, slots, frames in self._parts(moves):
-            self._pool.read(frames, self._memory, slots, part[0].job.fence)
-            sums = [self._sum(self._bytes[move.slot], move) for move in part]
+            sums = [] if pool.is_cuda else [self._sum(pool.bytes_of(move.frame), move) for move in part]
+            pool.read(frames, self._memory, slots, part[0].job.fence)
+            sums = sums or [self._sum(self._bytes[move.slot], move) for move in part]
             stamps = np.array([move.stamp for move in part])
-            for move, total, is_whole in zip(part, sums, self._pool.hold(frames, stamps).tolist(), strict=True):
+            # a frame whose page changed after its checksum was computed is seen here
+            for move, total, is_whole in zip(part, sums, pool.hold(frames, stamps).tolist(), strict=True):
                 if is_whole:
                     self._seals[move.slot] = move.key.name + total
                 else:
                     move.why = CHANGED
 
     def _load(self, moves: Sequence[Move]) -> None:
-        pool = self._pool
-        assert pool is not None
+        assert self._pool is not None
         for part, slots, frames in self._parts(moves):
-            pool.write(frames, self._memory, slots, part[0].job.fence)
             for move in part:
-                content = self._bytes[move.slot] if pool.is_cuda else pool.bytes_of(move.frame)
-                if self._seals[move.slot] != move.key.name + self._sum(content, move):
+                if self._seals[move.slot] != move.key.name + self._sum(self._bytes[move.slot], move):
                     move.why = CORRUPT
+            self._pool.write(frames, self._memory, slots, part[0].job.fence)
 
     def _parts(self, moves: Sequence[Move]) -> Iterator[tuple[Sequence[Move], Numbers, Numbers]]:
-        """Yield the moves with their slots and frames: in parts whose bytes fit a cache if a checksum reads them there.
+        """Yield the moves with their slots and frames: in parts whose bytes fit a cache if a checksum reads them first.
 
         Each part costs calls that take the interpreter's lock, for which a part that is not verified has no need.
         """

@@ -9,7 +9,6 @@
 //     merge(out_a, lse_a, out_b, lse_b, out, lse, isa, threads)            out and lse are contiguous
 //     merge_at_once(out_a, lse_a, out_b, lse_b)       unchecked calls with the best kernel of this processor, without
 //     copy_at_once(storage, copies)                   torch's dispatcher; None if the operator must serve or refuse
-#include <cstring>
 #include <algorithm>
 
 #include "binding.hpp"
@@ -216,7 +215,7 @@ void copy_runs(uintptr_t targets, uintptr_t sources, int64_t count, int64_t byte
     const auto* from = reinterpret_cast<const uintptr_t*>(sources);
     py::gil_scoped_release released;
     for (int64_t i = 0; i < count; i++)
-        std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), size_t(bytes));
+        copy_run(reinterpret_cast<char*>(to[i]), reinterpret_cast<const char*>(from[i]), bytes);
 }
 
 }  // namespace
