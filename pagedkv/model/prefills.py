@@ -31,7 +31,8 @@ def serve_prefills(
 ) -> None:
     """Compute the prompts that the other sides of `servers` ask for, until `until()` is true.
 
-    servers: tiers of the engine. A prompt that the engine refuses is computed by the side that asked for it.
+    servers: tiers of the engine. A prompt that the engine refuses is computed by the side that asked for it, and so is
+        one that is not computed when `until()` is true.
     """
     under_way: list[tuple[PrefillServer, AskedPrompt, Request]] = []
     while not until():
@@ -50,6 +51,9 @@ def serve_prefills(
         for server, prompt, request in [one for one in under_way if one[2].finished]:
             server.finish(prompt)
             under_way.remove((server, prompt, request))
+    for server, prompt, request in under_way:
+        engine.cancel(request)
+        server.finish(prompt, is_computed=False)
 
 
 def _submit(engine: Engine, prompt: AskedPrompt) -> Request | None:
