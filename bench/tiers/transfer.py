@@ -158,14 +158,18 @@ class Bare:
         self.link.send(b"go", 60.0)
         size = self.frames.shape[1]
         self._in_windows(
-            lambda number: self.link.read(number, self.place + number * size, self.frames[number]), self.link.finish
+            lambda number: self.link.read(number, self.place + number * size, self.frames[number]),
+            lambda number: self.link.finish(number, 60.0),
         )
 
     def serve(self) -> None:
         """Offer all frames each time that the other side asks, until it is gone."""
         self.link.send(str(self.frames.data_ptr()).encode(), 60.0)
         while self.link.receive():
-            self._in_windows(lambda number: self.link.offer(number, self.frames[number]), self.link.settle)
+            self._in_windows(
+                lambda number: self.link.offer(number, self.frames[number]),
+                lambda number: self.link.settle(number, 60.0),
+            )
 
 
 def serve(kind: str, size: int, num_frames: int, ports: tuple[int, int]) -> None:

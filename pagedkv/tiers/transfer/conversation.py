@@ -7,6 +7,9 @@ A peer that was silent for `timeout` seconds counts as dead: the speaker cuts th
 raises. A killed process is noticed at once, because its system closes the connection.
 
 This file knows when to speak; it must not know what is said.
+
+**Interrupts.** A KeyboardInterrupt may come between any two instructions of the owner's thread. `wake` takes no lock,
+and a lock that an interrupt has left locked is given back by the owner's next call (`afresh`).
 """
 
 from __future__ import annotations
@@ -14,18 +17,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Final, Protocol
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Protocol
 
 import torch
 
+from pagedkv.core.arguments import real
+from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.transfer.link import Link, LinkDown, Refused
 from pagedkv.tiers.transfer.messages import Message, decode, encode
 
 _LOG = logging.getLogger(__name__)
 
 BEATS: Final = 5
+LONGEST: Final = 86_400.0
+"""Seconds of the longest timeout."""
 AGAIN: Final = 0.25
 """Seconds until a side connects again."""
+REFUSED: Final = 2.0
+"""Seconds until a guest comes again that was refused."""
 EXITING: Final = 2.0
 """Seconds that the end of a process waits for a conversation that was not closed."""
 GOODBYE: Final = 1.0
@@ -61,8 +72,9 @@ class Conversation:
 
     def __init__(self, name: str, link: Link, side: Side, *, listens: bool, timeout: float) -> None:
         self._name, self._link, self._side, self._listens, self._timeout = name, link, side, listens, timeout
-        self._changed = threading.Condition()
-        self._has_news = self._is_closed = False
+        self._news: SimpleQueue[None] = SimpleQueue()  # wakes the speaker
+        self._ending: SimpleQueue[None] = SimpleQueue()  # wakes a keeper that waits to connect again
+        self._is_closed = False
         self._is_met = threading.Event()
         self._heard_at = 0.0
         self._was_met = False
@@ -85,9 +97,8 @@ class Conversation:
 
     def wake(self) -> None:
         """Say at once what is due. Any thread may call this."""
-        with self._changed:
-            self._has_news = True
-            self._changed.notify_all()
+        if self._news.empty():
+            self._news.put(None)
 
     def cut(self) -> None:
         """End this connection; a new one begins a moment later."""
@@ -95,9 +106,9 @@ class Conversation:
 
     def close(self, timeout: float) -> bool:
         """End the conversation, and wait for its threads. Return whether they have ended."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._ending.put(None)
+        self.wake()
         self._has_spoken.wait(min(timeout, GOODBYE))
         self._link.cut()
         if self._keeper.ident is not None:
@@ -114,8 +125,8 @@ class Conversation:
                 is_news = self._was_met or isinstance(why, Refused)
                 _LOG.log(logging.WARNING if is_news else logging.INFO, "%s: no connection (%s)", self._name, text)
             last = text
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed, AGAIN)
+            with suppress(Empty):
+                self._ending.get(timeout=REFUSED if isinstance(why, Refused) and not self._listens else AGAIN)
         self._link.close()
 
     def _talk(self) -> Exception:
@@ -125,6 +136,8 @@ class Conversation:
         speaker = threading.Thread(target=self._speak, args=(over,), name=f"pagedkv {self._name} speaker", daemon=True)
         try:
             self._link.open(self._side.memory(), listens=self._listens, timeout=CONNECT)
+            if self._is_closed:  # `close` has cut what was not there yet
+                raise LinkDown("this side was closed")
             self._heard_at = time.monotonic()
             self._has_spoken.clear()
             speaker.start()
@@ -162,12 +175,27 @@ class Conversation:
                 if time.monotonic() - self._heard_at > self._timeout:
                     raise LinkDown(f"nothing was heard for {self._timeout:g} s")
                 if not message:
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._has_news or self._is_closed or over.is_set(), beat)
-                        self._has_news = False
+                    with suppress(Empty):
+                        self._news.get(timeout=beat)
             if self._is_met.is_set():
                 self._link.send(encode({"bye": [True]}), GOODBYE)
         except Exception:  # the keeper hears of it, and reports it
             self._link.cut()
         finally:
             self._has_spoken.set()
+
+
+def seconds_of(timeout: float) -> float:
+    """Return the seconds of silence after which a side counts as dead. Raises: InvalidRequest"""
+    seconds = real(timeout, "timeout")
+    if not 0 < seconds <= LONGEST:
+        raise InvalidRequest(f"timeout is {timeout}; give seconds of silence, more than 0 and at most {LONGEST:g}")
+    return seconds
+
+
+def afresh(lock: Any) -> Any:
+    """Return the RLock `lock` for a call of the owner, unlocked also if an interrupt has left it locked."""
+    with suppress(RuntimeError):  # it is not locked by this thread
+        while True:
+            lock.release()
+    return lock

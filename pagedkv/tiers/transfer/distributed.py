@@ -38,7 +38,8 @@ class DistributedLink(Link):
 
     address: "HOST:PORT", the same for both sides: where the prefill process is found. The variable GLOO_SOCKET_IFNAME
              names the network interface for the frames.
-    There is no authentication: every process that reaches the address may join. Use a private network.
+    There is no authentication: every process that reaches the address may join. Use a private network. gloo aborts the
+    process if the other side sends more bytes than a message or a frame has.
     Raises:  InvalidRequest for an address of another form
     """
 
@@ -109,9 +110,9 @@ class DistributedLink(Link):
         self._works[number] = self._open_groups()[1].send([row], self._peer, number), row
         return 0
 
-    def settle(self, number: int) -> None:
+    def settle(self, number: int, timeout: float) -> None:
         """See Link.settle."""
-        self.finish(number)
+        self.finish(number, timeout)
 
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
         """See Link.read."""
@@ -121,10 +122,10 @@ class DistributedLink(Link):
         """See Link.drop. The other side has posted the frame, so it has to be received."""
         self.read(number, place, self._scratch)
 
-    def finish(self, number: int) -> None:
+    def finish(self, number: int, timeout: float) -> None:
         """See Link.finish."""
         work, _ = self._works[number]
-        work.wait(FOREVER)
+        work.wait(timedelta(seconds=timeout))
         del self._works[number]
 
 

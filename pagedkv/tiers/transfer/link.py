@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-MOST_BYTES: Final = 64 << 20
+MOST_BYTES: Final = 16 << 20
 """Bytes of the longest message. A peer that announces a longer one is no peer of ours."""
 
 
@@ -25,7 +25,7 @@ class LinkDown(ConnectionError):
 
 
 class Refused(LinkDown):
-    """The other side speaks, but its cache is not like this one."""
+    """The two sides cannot meet until somebody changes how one of them was made."""
 
 
 class Link(ABC):
@@ -48,7 +48,7 @@ class Link(ABC):
 
     @abstractmethod
     def cut(self) -> None:
-        """End the connection: calls that wait raise within a moment, and no byte is written afterwards."""
+        """End the connection: calls that wait raise within a moment. `finish` says when no byte is written any more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -67,8 +67,8 @@ class Link(ABC):
         """Let the other side read `row` (uint8 [n]) as `number`. Return the place that it needs to know."""
 
     @abstractmethod
-    def settle(self, number: int) -> None:
-        """End the offer: the other side has read the row, or does not want it."""
+    def settle(self, number: int, timeout: float) -> None:
+        """End the offer: the other side says that it has read the row, or does not want it. See finish."""
 
     @abstractmethod
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
@@ -79,5 +79,8 @@ class Link(ABC):
         """Begin to end an offer that is not wanted."""
 
     @abstractmethod
-    def finish(self, number: int) -> None:
-        """Wait until the bytes of `read` have arrived, or `drop` has ended. Numbers come in order."""
+    def finish(self, number: int, timeout: float) -> None:
+        """Wait until the bytes of `read` have arrived, or `drop` has ended. Numbers come in order.
+
+        It raises if they do not come within `timeout` seconds, or the connection ends. No byte is written afterwards.
+        """

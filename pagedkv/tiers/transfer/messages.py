@@ -17,13 +17,19 @@ Bytes are written as hexadecimal digits. A message that does not have this form 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, Final
 
 from pagedkv.core.arguments import salt_row
 from pagedkv.tiers.transfer.link import LinkDown, Refused
 
 FORMAT: Final = 1
+MOST_PROMPT: Final = 1 << 20
+"""The size of the longest prompt that is asked for, see `size_of`. Its message is not longer than MOST_BYTES."""
+MOST_ASKED: Final = 1 << 24
+"""The size of all prompts that a decode side may ask for at a time. It asks for half of that."""
+MOST_ASKS: Final = 1024
+"""Their number. The prefill side counts a prompt until it has told its end; the decode side may have given it up."""
 
 Message = dict[str, Any]
 
@@ -57,8 +63,21 @@ def window_of(message: Message, ours: Message) -> int:
     if theirs[0] != mine[0]:
         raise Refused(f"the other side speaks format {theirs[0]}, and this one {mine[0]}: use one version of pagedkv")
     if theirs[1:3] != mine[1:3]:
-        raise Refused("the caches differ: both sides need the same geometry, dtype, model= and rank=")
+        raise Refused(
+            "the caches differ: both sides need the same geometry, dtype, model= and rank=, and no call of `forget`"
+        )
     return min(theirs[-1], int(mine[-1]))
+
+
+def require_numbers(*numbers: object) -> None:
+    """Check numbers that are kept, which may not be a long text. Raises: LinkDown"""
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise LinkDown("the other side has sent a number that is none")
+
+
+def size_of(token_ids: Sized, tenant: bytes, salt: bytes | Mapping[int, bytes]) -> int:
+    """Return the size of a prompt: a token counts 1, and a byte of a tenant or a salt."""
+    return len(token_ids) + len(tenant) + sum(8 + len(digest) for _, digest in salt_row(salt))
 
 
 def salt_text(salt: bytes | Mapping[int, bytes]) -> list[list[Any]]:

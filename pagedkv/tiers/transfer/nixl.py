@@ -119,7 +119,7 @@ class NixlLink(Link):
         self._require_open()
         return row.data_ptr()
 
-    def settle(self, number: int) -> None:
+    def settle(self, number: int, timeout: float) -> None:
         """See Link.settle. There is nothing to do: the other side reads by itself."""
 
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
@@ -135,14 +135,14 @@ class NixlLink(Link):
     def drop(self, number: int, place: int) -> None:
         """See Link.drop. There is nothing to do."""
 
-    def finish(self, number: int) -> None:
+    def finish(self, number: int, timeout: float) -> None:
         """See Link.finish."""
         handle = self._reads.get(number)
         if handle is None:  # dropped
             return
-        agent = self._agent
+        agent, until = self._agent, time.monotonic() + timeout
         while (state := agent.check_xfer_state(handle)) == "PROC":
-            if self._is_cut.is_set():
+            if self._is_cut.is_set() or time.monotonic() > until:
                 self._let_go(agent, handle)
             time.sleep(BRIEF)
         agent.release_xfer_handle(handle)

@@ -15,11 +15,13 @@ frames; the owner's thread alone calls the methods of Tier.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final
@@ -28,16 +30,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedkv.core.arguments import real, whole
+from pagedkv.core.arguments import whole
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import parse_bytes
-from pagedkv.tiers.checksum import checksum, require_secret
+from pagedkv.tiers.checksum import SUM_BYTES, checksum, require_secret
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import CANCELLED, CORRUPT, GONE
 from pagedkv.tiers.tier import CLOSING, Job, Key, Op, Prompt, Result, Tier, TierStats
-from pagedkv.tiers.transfer.conversation import EXITING, Conversation
+from pagedkv.tiers.transfer.conversation import EXITING, Conversation, afresh, seconds_of
 from pagedkv.tiers.transfer.link import Link, LinkDown
-from pagedkv.tiers.transfer.messages import Message, hello, salt_text, window_of
+from pagedkv.tiers.transfer.messages import (
+    MOST_ASKED,
+    MOST_ASKS,
+    MOST_PROMPT,
+    Message,
+    hello,
+    salt_text,
+    size_of,
+    window_of,
+)
 from pagedkv.tiers.transfer.rows import Rows
 
 NOT_KEPT: Final = "not kept"
@@ -70,9 +81,14 @@ class _Want:
 
 @dataclass(slots=True, eq=False)
 class _Ask:
-    """A prompt that was asked for. names: of its pages. is_over: whether no further page of it will be computed."""
+    """A prompt that was asked for.
+
+    names:   page names, for each layer group. size: see `size_of`.
+    is_over: whether no further page of it will be computed.
+    """
 
     names: list[bytes]
+    size: int
     is_over: bool = False
 
 
@@ -84,7 +100,7 @@ class RemotePrefill(Tier):
     key:         16 to 64 secret bytes, the same on both sides: a page that was not sent under it is a miss. None: pages
                  are checked for damage, and everyone who can reach the link is trusted.
     window:      the most bytes that may be under way.
-    timeout:     seconds of silence after which the other side counts as dead.
+    timeout:     seconds of silence after which the other side counts as dead, or without a frame that it has offered.
 
     Both caches need the same geometry, dtype, `model=` and `rank=`; otherwise nothing is asked for.
     Raises: InvalidRequest
@@ -99,14 +115,16 @@ class RemotePrefill(Tier):
     ) -> None:  # fmt: skip
         require_secret(key)
         self._link, self._key, self._window_bytes = link, key, parse_bytes(window)
-        self._min_tokens, self._max_prompts = whole(min_tokens, "min_tokens"), whole(max_prompts, "max_prompts", 1)
-        self._conversation = Conversation("remote prefill", link, self, listens=False, timeout=real(timeout, "timeout"))
-        self._lock = threading.Lock()  # of what follows, but for the rows
+        self._min_tokens = whole(min_tokens, "min_tokens")
+        self._max_prompts = whole(max_prompts, "max_prompts", 1, MOST_ASKS // 2 + 1)
+        self._timeout = seconds_of(timeout)
+        self._conversation = Conversation("remote prefill", link, self, listens=False, timeout=self._timeout)
+        self._lock = threading.RLock()  # of what follows, but for the rows
         self._numbers, self._ask_numbers = itertools.cycle(range(NUMBERS)), itertools.count(1)
         self._asks: OrderedDict[int, _Ask] = OrderedDict()
         self._names: dict[bytes, int] = {}  # name of a page: the newest ask that has it
         self._wants: dict[int, _Want] = {}
-        self._jobs: dict[Job, int] = {}  # how many wants each has
+        self._jobs: dict[Job, int] = {}  # the pages of each that have not ended
         self._waiting: deque[_Want] = deque()  # wants that were not said yet
         self._unsaid: Message = {}
         self._ended: deque[tuple[_Want, str]] = deque()
@@ -124,7 +142,7 @@ class RemotePrefill(Tier):
         self._pool, self._fingerprint = pool, fingerprint
         self._window = max(1, self._window_bytes // pool.frame_bytes)
         self._rows = Rows(pool, self._window)
-        weakref.finalize(self, self._conversation.close, EXITING)
+        self._at_exit = weakref.finalize(self, self._conversation.close, EXITING)
         self._conversation.start()
 
     @property
@@ -144,23 +162,24 @@ class RemotePrefill(Tier):
         if len(prompt.token_ids) - 1 - known < max(self._min_tokens, prompt.block_size):
             return False
         names = [key.name for page in prompt.keys(known // prompt.block_size) for key in page]
-        with self._lock:
+        size = size_of(prompt.token_ids, prompt.tenant, prompt.salt)
+        with afresh(self._lock):
             if all(name in self._names for name in names):
                 return True
-            if sum(not ask.is_over for ask in self._asks.values()) >= self._max_prompts:
+            sizes = [ask.size for ask in self._asks.values() if not ask.is_over]
+            if len(sizes) >= self._max_prompts or size > MOST_PROMPT or sum(sizes) + size > MOST_ASKED // 2:
                 return False
-            number = next(self._ask_numbers)
-            self._asks[number] = _Ask(names)
-            self._names |= dict.fromkeys(names, number)
-            for _ in range(len(self._asks) - KEPT):
-                self._forget_ask(next(iter(self._asks)))
-            ids = prompt.token_ids.tolist()
+            number, ids = next(self._ask_numbers), prompt.token_ids.tolist()
             self._say("asks", [number, prompt.tenant.hex(), salt_text(prompt.salt), ids])
+            self._asks[number] = _Ask(names, size)
+            self._names |= dict.fromkeys(names, number)
+            for old in [old for old, ask in self._asks.items() if ask.is_over][:-KEPT]:
+                self._forget_ask(old)
         return True
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """See Tier.lookup. The pages of a prompt that was asked for seem to be there, computed or not."""
-        with self._lock:
+        with afresh(self._lock):
             found = np.array([key.name in self._names for key in keys], bool)
         self._stats.asked += len(keys)
         self._stats.hits += int(found.sum())
@@ -170,27 +189,28 @@ class RemotePrefill(Tier):
         """See Tier.submit."""
         assert self._pool is not None
         job = Job(op, fence=self._pool.fence())
-        with self._lock:
+        with afresh(self._lock):
             if self._rows.frames is not self._pool.frames:  # the pool was resized, while nothing was under way
                 self._rows = Rows(self._pool, self._window)
                 if self._link.has_fixed_memory:
                     self._conversation.cut()
-            for key, frame in zip(keys, frames, strict=True):
-                want = _Want(next(self._numbers), job, key, int(frame), self._names.get(key.name, 0))
-                if op is Op.STORE:
-                    self._ended.append((want, NOT_KEPT))
-                elif not self.is_connected:
-                    self._ended.append((want, LOST))
-                else:
-                    self._wants[want.number] = want
-                    self._jobs[job] = self._jobs.get(job, 0) + 1
-                    self._waiting.append(want)
+            wants = [
+                _Want(next(self._numbers), job, key, int(frame), self._names.get(key.name, 0))
+                for key, frame in zip(keys, frames, strict=True)
+            ]
+            if op is Op.STORE or not self.is_connected or not wants:
+                why = NOT_KEPT if op is Op.STORE else LOST
+                self._ended.extend((want, why) for want in wants)
+            else:  # in this order an interrupt leaves no want that is not said
+                self._jobs[job] = len(wants)
+                self._waiting.extend(wants)
+                self._wants |= {want.number: want for want in wants}
         self._conversation.wake()
         return job
 
     def poll(self) -> list[Result]:
         """See Tier.poll."""
-        with self._lock:
+        with afresh(self._lock):
             if any(job.is_cancelled for job in self._jobs):
                 self._drop_cancelled()
             ended = [self._ended.popleft() for _ in range(len(self._ended))]
@@ -201,26 +221,43 @@ class RemotePrefill(Tier):
     def _drop_cancelled(self) -> None:
         """End the wants of cancelled jobs whose bytes are not on their way, and tell the other side."""
         gone = [want for want in self._wants.values() if want.job.is_cancelled and not want.is_read]
+        unsaid = {want.number for want in self._waiting}
         for want in gone:
             self._end(want, CANCELLED)
-            self._say("drops", want.number)
+            if want.number not in unsaid:
+                self._say("drops", want.number)
         if gone:
+            self._waiting = deque(want for want in self._waiting if want.number in self._wants)
             live = {want.ask for want in self._wants.values()}
             for number in {want.ask for want in gone} - live:
                 if number in self._asks and not self._asks[number].is_over:
-                    self._say("stops", number)
-                    self._forget_ask(number)
-            self._conversation.wake()
+                    self._stop(number)
+        jobs = {want.job for want in self._wants.values()}
+        self._jobs = {job: number for job, number in self._jobs.items() if job in jobs}
+
+    def _stop(self, number: int) -> None:
+        """Ask for a prompt no more, and tell the other side if it has heard of it."""
+        asks = self._unsaid.get("asks", [])
+        if left := [ask for ask in asks if ask[0] != number]:
+            self._unsaid["asks"] = left
+        else:
+            self._unsaid.pop("asks", None)
+        if len(left) == len(asks):
+            self._say("stops", number)
+        self._forget_ask(number)
 
     @property
     def num_pending(self) -> int:
         """See Tier.num_pending."""
-        return len(self._wants) + len(self._ended)
+        with afresh(self._lock):
+            return len(self._wants) + len(self._ended)
 
     def forget(self) -> None:
-        """See Tier.forget."""
-        with self._lock:
+        """See Tier.forget. The two sides have no name of a page in common any more, so they refuse each other."""
+        with afresh(self._lock):
             self._names.clear()
+            self._fingerprint = os.urandom(len(self._fingerprint))
+        self._conversation.cut()
 
     def stats(self) -> TierStats:
         """See Tier.stats."""
@@ -231,7 +268,9 @@ class RemotePrefill(Tier):
         if self._pool is None:
             self._link.close()
         else:
+            afresh(self._lock)
             self._conversation.close(timeout)
+            self._at_exit.detach()  # it holds the pool
 
     # -- under the lock ------------------------------------------------------------------------------------------------
 
@@ -240,9 +279,9 @@ class RemotePrefill(Tier):
         self._conversation.wake()
 
     def _end(self, want: _Want, why: str) -> None:
-        """Report a want, and write no more into its frame."""
-        self._ended.append((want, why))
+        """Report a want, and write no more into its frame. After an interrupt it may not be reported, but not twice."""
         if self._wants.pop(want.number, None) is not None:
+            self._ended.append((want, why))
             self._jobs[want.job] -= 1
             if not self._jobs[want.job]:
                 del self._jobs[want.job]
@@ -274,6 +313,10 @@ class RemotePrefill(Tier):
         """See Side.due."""
         with self._lock:
             message, self._unsaid = self._unsaid, {}
+            asks = message.get("asks", ())
+            if len(asks) > 1:  # each in a message of its own: a prompt may be long
+                message["asks"], self._unsaid["asks"] = [asks[0]], asks[1:]
+                return message  # wants follow what they belong to
             most = min(SAID_AT_ONCE, MOST_WANTS - len(self._wants) + len(self._waiting))
             said = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
             wants = [[w.number, w.ask, w.key.name.hex()] for w in said if w.number in self._wants]
@@ -308,8 +351,12 @@ class RemotePrefill(Tier):
         want = self._wants.get(number)
         if want is None:
             return None
+        if want.is_read or len(total) > 2 * SUM_BYTES:
+            raise LinkDown("the other side has answered a want twice, or with a sum that is too long")
         if not total:
             self._end(want, GONE)
+            if self._names.get(want.key.name) == want.ask:  # the next prompt that has the page is asked for anew
+                del self._names[want.key.name]
             return None
         want.is_read, want.sum, want.began = True, bytes.fromhex(total), now
         return want
@@ -324,7 +371,7 @@ class RemotePrefill(Tier):
         with self._lock:
             for want in list(self._wants.values()):
                 self._end(want, LOST)
-            for held in (self._asks, self._names, self._waiting, self._unsaid):
+            for held in (self._asks, self._names, self._jobs, self._waiting, self._unsaid):
                 held.clear()
             self._rows.free_all()
 
@@ -337,13 +384,16 @@ class RemotePrefill(Tier):
         try:
             while (read := self._reads.get()) is not None:
                 number, want = read
-                self._link.finish(number)
+                self._link.finish(number, self._timeout)
                 done.append((number, want, want is not None and self._verify(want)))
                 if self._reads.empty() or len(done) >= most:
                     self._settle(done)
                     done.clear()
         except Exception:  # the keeper's calls fail, too
             self._conversation.cut()
+            while (read := self._reads.get()) is not None:  # no frame is given back that is still written
+                with suppress(Exception):
+                    self._link.finish(read[0], self._timeout)
 
     def _verify(self, want: _Want) -> bool:
         """Compare the checksum of a frame that has arrived. Return whether it fits."""

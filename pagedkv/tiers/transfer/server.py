@@ -15,34 +15,46 @@ keep to that loses the connection.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedkv.core.arguments import real, token_row
+from pagedkv.core.arguments import token_row
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import parse_bytes
 from pagedkv.tiers.checksum import checksum, require_secret
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import GONE
-from pagedkv.tiers.tier import CLOSING, Job, Key, Op, Result, Tier, TierStats
-from pagedkv.tiers.transfer.conversation import EXITING, Conversation
+from pagedkv.tiers.tier import CLOSING, KEY_BYTES, Job, Key, Op, Result, Tier, TierStats
+from pagedkv.tiers.transfer.conversation import EXITING, Conversation, afresh, seconds_of
 from pagedkv.tiers.transfer.link import Link, LinkDown
-from pagedkv.tiers.transfer.messages import Message, hello, salt_of, window_of
+from pagedkv.tiers.transfer.messages import (
+    MOST_ASKED,
+    MOST_ASKS,
+    MOST_PROMPT,
+    Message,
+    hello,
+    require_numbers,
+    salt_of,
+    size_of,
+    window_of,
+)
 from pagedkv.tiers.transfer.rows import Rows
 
 MOST_WANTS: Final = 16_384
-MOST_ASKS: Final = 1024
-"""Wants and prompts that the other side may have at a time."""
+"""Wants that the other side may have at a time."""
 AT_ONCE: Final = 64
 """Frames whose checksums are taken before they are offered in one message."""
 
@@ -92,16 +104,17 @@ class PrefillServer(Tier):
     ) -> None:
         require_secret(key)
         self._link, self._key, self._window_bytes = link, key, parse_bytes(window)
-        self._conversation = Conversation("prefill server", link, self, listens=True, timeout=real(timeout, "timeout"))
-        self._lock = threading.Lock()  # of what follows
+        self._timeout = seconds_of(timeout)
+        self._conversation = Conversation("prefill server", link, self, listens=True, timeout=self._timeout)
+        self._lock = threading.RLock()  # of what follows
         self._pages: dict[bytes, _Page] = {}  # by name
         self._names: dict[int, bytes] = {}  # by frame
         self._asks: dict[int, AskedPrompt] = {}
         self._new: deque[AskedPrompt] = deque()
-        self._has_new = threading.Event()
+        self._has_new: SimpleQueue[None] = SimpleQueue()  # wakes `take`
         self._wants: dict[int, _Want] = {}  # all that were not answered
         self._parked: dict[bytes, list[_Want]] = {}  # those whose page is not there yet, by its name
-        self._ready: deque[_Want] = deque()
+        self._ready: OrderedDict[int, _Want] = OrderedDict()  # the others, in the order of their answers
         self._ends: list[tuple[int, bool]] = []
         self._offered: set[int] = set()  # numbers that the other side has not given back
         self._ended: deque[Result] = deque()
@@ -118,7 +131,7 @@ class PrefillServer(Tier):
         self._pool, self._fingerprint = pool, fingerprint
         self._most = max(1, self._window_bytes // pool.frame_bytes)
         self._rows = Rows(pool.now(), self._most)
-        weakref.finalize(self, self._conversation.close, EXITING)
+        self._at_exit = weakref.finalize(self, self._conversation.close, EXITING)
         self._conversation.start()
 
     @property
@@ -131,23 +144,22 @@ class PrefillServer(Tier):
 
         A prompt may be cancelled when it is returned.
         """
-        if timeout:
-            self._has_new.wait(timeout)
-        with self._lock:
-            self._has_new.clear()
+        until = time.monotonic() + timeout
+        while not self._new and (left := until - time.monotonic()) > 0:
+            with suppress(Empty):
+                self._has_new.get(timeout=left)
+        with afresh(self._lock):
             taken = list(self._new)
             self._new.clear()
         return taken
 
     def finish(self, prompt: AskedPrompt, *, is_computed: bool = True) -> None:
         """Say that no further page of `prompt` comes: it was computed, or will not be."""
-        with self._lock:
-            if self._asks.pop(prompt.number, None) is not prompt:
-                return  # of another connection
-            for want in [want for want in self._wants.values() if want.ask == prompt.number]:
-                if self._unpark(want):
-                    self._ready.append(want)
+        with afresh(self._lock):
+            if self._asks.get(prompt.number) is not prompt:
+                return  # of another connection, or not wanted any more
             self._ends.append((prompt.number, is_computed))
+            self._end_ask(prompt)
         self._conversation.wake()
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
@@ -164,7 +176,7 @@ class PrefillServer(Tier):
         """See Tier.submit. A store notes the place of a page."""
         assert self._pool is not None
         job = Job(op, fence=self._pool.fence())
-        with self._lock:
+        with afresh(self._lock):
             if self._rows.frames is not self._pool.frames:  # resized: pages have other places, which are noted anew
                 self._begin_anew()
             for key, frame in zip(keys, map(int, frames), strict=True):
@@ -186,9 +198,11 @@ class PrefillServer(Tier):
         return len(self._ended)
 
     def forget(self) -> None:
-        """See Tier.forget."""
-        with self._lock:
+        """See Tier.forget. The two sides have no name of a page in common any more, so they refuse each other."""
+        with afresh(self._lock):
             self._pages, self._names = {}, {}
+            self._fingerprint = os.urandom(len(self._fingerprint))
+        self._conversation.cut()
 
     def stats(self) -> TierStats:
         """See Tier.stats. stored: the pages that were offered to the other side."""
@@ -201,7 +215,9 @@ class PrefillServer(Tier):
         if self._pool is None:
             self._link.close()
         else:
+            afresh(self._lock)
             self._conversation.close(timeout)
+            self._at_exit.detach()  # it holds the pool
 
     # -- under the lock ------------------------------------------------------------------------------------------------
 
@@ -218,24 +234,30 @@ class PrefillServer(Tier):
         if before in self._pages and self._pages[before].frame == page.frame:
             del self._pages[before]
         self._pages[name], self._names[page.frame] = page, name
-        self._ready.extend(self._parked.pop(name, ()))
+        for want in self._parked.get(name, ()):
+            self._ready[want.number] = want
+        self._parked.pop(name, None)
 
     def _park(self, want: _Want) -> None:
         """Answer a want when its page comes, or at once if it does not come."""
         if want.ask in self._asks:
             self._parked.setdefault(want.name, []).append(want)
         else:
-            self._ready.append(want)
+            self._ready[want.number] = want
 
-    def _unpark(self, want: _Want) -> bool:
-        """Let a want wait for its page no more. Return whether it did."""
-        others = self._parked.get(want.name, [])
-        if want not in others:
-            return False
-        others.remove(want)
-        if not others:
-            del self._parked[want.name]
-        return True
+    def _unpark(self, want: _Want) -> None:
+        """Let a want wait for its page no more."""
+        if want in (others := self._parked.get(want.name, [])):
+            others.remove(want)
+            if not others:
+                del self._parked[want.name]
+
+    def _end_ask(self, prompt: AskedPrompt) -> None:
+        """Answer the wants that wait for a page of `prompt`: no further one comes."""
+        for want in [want for want in self._wants.values() if want.ask == prompt.number]:
+            self._unpark(want)
+            self._ready.setdefault(want.number, want)
+        del self._asks[prompt.number]
 
     def _holds(self, page: _Page, rows: Rows) -> bool:
         """Return whether a frame still holds its page. The pool is looked at last: a resize changes all at once."""
@@ -264,36 +286,59 @@ class PrefillServer(Tier):
     def hear(self, message: Message) -> None:
         """See Side.hear."""
         for number in message.get("dones", ()):
-            self._link.settle(number)
+            self._link.settle(number, self._timeout)
             with self._lock:
                 self._offered.remove(number)
             self._rows.free(number)
+        asks = [
+            AskedPrompt(number, token_row(ids), bytes.fromhex(tenant), salt_of(salt))
+            for number, tenant, salt, ids in message.get("asks", ())
+        ]
         with self._lock:
-            for number, tenant, salt, ids in message.get("asks", ()):
-                prompt = AskedPrompt(number, token_row(ids), bytes.fromhex(tenant), salt_of(salt))
-                self._asks[number] = prompt
-                self._new.append(prompt)
+            for number in message.get("stops", ()):  # first: they make place for others
+                if number in self._asks:
+                    self._stop(self._asks[number])
+            for prompt in asks:
+                self._hear_ask(prompt)
             for number, ask, name in message.get("wants", ()):
                 self._hear_want(_Want(number, ask, bytes.fromhex(name)))
             for number in message.get("drops", ()):
                 if (dropped := self._wants.pop(number, None)) is not None:
                     self._unpark(dropped)
-            for number in message.get("stops", ()):
-                if number in self._asks:
-                    self._asks[number].is_cancelled = True
-            if len(self._wants) > MOST_WANTS or len(self._asks) > MOST_ASKS:
-                raise LinkDown("the other side asks for more than it may")
-        if message.get("asks") or message.get("stops"):
-            self._has_new.set()
+                    self._ready.pop(number, None)
         self._conversation.wake()
 
+    def _hear_ask(self, prompt: AskedPrompt) -> None:
+        require_numbers(prompt.number)
+        sizes = [size_of(each.token_ids, each.tenant, each.salt) for each in (prompt, *self._asks.values())]
+        if sizes[0] > MOST_PROMPT or sum(sizes) > MOST_ASKED or len(self._asks) + len(self._ends) >= MOST_ASKS:
+            raise LinkDown("the other side asks for more than it may")
+        if prompt.number in self._asks:
+            raise LinkDown("the other side asks for two prompts by one number")
+        self._asks[prompt.number] = prompt
+        self._new.append(prompt)
+        if self._has_new.empty():
+            self._has_new.put(None)
+
     def _hear_want(self, want: _Want) -> None:
+        require_numbers(want.number, want.ask)
+        if len(want.name) != KEY_BYTES or want.number in self._wants or want.number in self._offered:
+            raise LinkDown("the other side wants two pages by one number, or one without a name")
+        if len(self._wants) >= MOST_WANTS:
+            raise LinkDown("the other side wants more than it may")
         self._wants[want.number] = want
         page = self._pages.get(want.name)
         if page is not None and self._holds(page, self._rows):
-            self._ready.append(want)
+            self._ready[want.number] = want
         else:
             self._park(want)
+
+    def _stop(self, prompt: AskedPrompt) -> None:
+        """Compute a prompt no further, if it has begun."""
+        prompt.is_cancelled = True
+        if prompt in self._new:
+            self._new.remove(prompt)
+        self._end_ask(prompt)
 
     def due(self) -> Message:
         """See Side.due."""
@@ -322,9 +367,9 @@ class PrefillServer(Tier):
         wants: list[_Want] = []
         most = min(AT_ONCE, self._window - len(self._offered))
         while self._ready and len(wants) < most:
-            want = self._ready.popleft()
-            if self._wants.pop(want.number, None) is not None:  # else it was dropped meanwhile
-                wants.append(want)
+            number, want = self._ready.popitem(last=False)
+            del self._wants[number]
+            wants.append(want)
         return wants
 
     def _take_back(self, want: _Want, page: _Page) -> None:
@@ -335,7 +380,7 @@ class PrefillServer(Tier):
             del self._pages[want.name]
             self._park(want)
         else:  # published again meanwhile
-            self._ready.append(want)
+            self._ready[want.number] = want
 
     def _offer(self, want: _Want, page: _Page, rows: Rows) -> list[Any] | None:
         """Let the other side read the frame of `page`. Return the offer, or None if the frame holds another page."""
@@ -357,7 +402,6 @@ class PrefillServer(Tier):
         with self._lock:
             for prompt in self._asks.values():
                 prompt.is_cancelled = True
-            for held in (self._asks, self._wants, self._parked, self._ready, self._ends, self._offered):
+            for held in (self._asks, self._new, self._wants, self._parked, self._ready, self._ends, self._offered):
                 held.clear()
             self._rows.free_all()
-        self._has_new.set()

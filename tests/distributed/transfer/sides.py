@@ -37,8 +37,8 @@ class HurtLink(DistributedLink):
             self.hurt(number, row)
         return super().offer(number, row)
 
-    def settle(self, number: int) -> None:
-        super().settle(number)
+    def settle(self, number: int, timeout: float) -> None:
+        super().settle(number, timeout)
         self.under_way.discard(number)
 
 
