@@ -6,7 +6,8 @@ rest. A token is given to the caller once, when it has come.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -22,25 +23,25 @@ RESUMABLE: Final = "max_tokens temperature top_k top_p min_p seed stop_ids ignor
 async def generate(
     handle: DeploymentHandle, token_ids: Sequence[int], params: Mapping[str, Any] | None = None, *,
     tenant: bytes = b"", deaths: int = 10, found: list[int] | None = None,
-) -> AsyncIterator[int]:  # fmt: skip
-    """Yield the tokens of a reply.
+) -> AsyncGenerator[int, None]:  # fmt: skip
+    """Yield the tokens of a reply. A caller that ends before its end (`aclose`) ends it on the replica, too.
 
     params: fields of SamplingParams, of those in RESUMABLE. With temperature 0 the tokens are those of an engine that
             lives; else the tokens after a death are drawn anew, also with a seed.
     deaths: replicas of this reply that may die.
     found:  a list to which the number of tokens is appended that each replica found in its pool.
-    Raises: InvalidRequest for other params; as PagedReplica.generate
+    Raises: InvalidRequest for other params, or wrong values of these; as PagedReplica.generate
     """
     params = dict(params or {})
     if other := sorted(set(params) - set(RESUMABLE)):
         raise InvalidRequest(f"params has {', '.join(other)}; a reply can go on elsewhere with {', '.join(RESUMABLE)}")
-    most, made = params.get("max_tokens", SamplingParams().max_tokens), list[int]()
+    most, made = SamplingParams(**params).max_tokens, list[int]()
     method = handle.options(stream=True).generate
     while True:
+        response = method.remote([*token_ids, *made], params | {"max_tokens": most - len(made)}, tenant)
+        is_first = True
         try:
-            rest = params | {"max_tokens": most - len(made)}
-            is_first = True
-            async for tokens, is_last, cached in method.remote([*token_ids, *made], rest, tenant):
+            async for tokens, is_last, cached in response:
                 if found is not None and is_first:
                     found.append(cached)
                 is_first = False
@@ -57,3 +58,6 @@ async def generate(
                 return
         except RayTaskError as error:
             raise error.cause or error from None
+        except (GeneratorExit, asyncio.CancelledError):  # nobody reads any more
+            response.cancel()
+            raise

@@ -5,6 +5,9 @@
 
 A block has one name for its whole prefix, so a replica that has the n-th block of a prompt usually has all before. It
 may have lost some: so the blocks are looked up in order, up to the first that is missing.
+
+With layer groups only the first counts. It has no window if any has none, so it says how long a prefix can be; groups
+with a window lose the blocks behind it, and a prompt is found without them.
 """
 
 from __future__ import annotations
@@ -28,15 +31,18 @@ class PrefixIndex(Generic[Replica]):
         self._blocks: dict[Replica, set[bytes]] = {}
 
     def apply(self, replica: Replica, events: Iterable[Mapping[str, Any]]) -> None:
-        """Take in events of a replica, in the form of vLLM (maps)."""
+        """Take in events of a replica, in the form of vLLM (maps). Events of other types are passed over."""
         blocks = self._blocks.setdefault(replica, set())
         for event in events:
-            if event["type"] == "BlockStored":
-                blocks.update(event["block_hashes"])
-            elif event["type"] == "BlockRemoved":
-                blocks.difference_update(event["block_hashes"])
-            else:
+            kind = event["type"]
+            if kind == "AllBlocksCleared":
                 blocks.clear()
+            elif event.get("group_idx"):
+                continue
+            elif kind == "BlockStored":
+                blocks.update(event["block_hashes"])
+            elif kind == "BlockRemoved":
+                blocks.difference_update(event["block_hashes"])
 
     def drop(self, replica: Replica) -> None:
         """Forget a replica. One that is not known is no error."""
@@ -59,6 +65,7 @@ class EventReader:
         self.endpoint: str = endpoint
         self._socket = context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self._socket.connect(endpoint)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._next = 0  # the number of the next message

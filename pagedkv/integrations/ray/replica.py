@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from pagedkv.core import Observe
+from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.ray.router import PrefixRouter
 from pagedkv.integrations.zmq_events import EventPublisher
 from pagedkv.model import Engine, Request, SamplingParams
@@ -39,24 +41,48 @@ class PagedReplica:
     """An engine with a thread of its own.
 
     folder, options: see Engine.load. events: KV events that are kept until they are published.
+    interface:       the address of the network interface on which they are published, None for that of Ray's node.
     """
 
-    def __init__(self, folder: str | None = None, *, events: int = 1 << 16, **options: Any) -> None:
+    def __init__(
+        self, folder: str | None = None, *, events: int = 1 << 16, interface: str | None = None, **options: Any
+    ) -> None:
         self._engine = Engine.load(folder, observe=Observe(events=events), **options)
-        self._publisher = EventPublisher(self._engine.cache, "tcp://*:*", form="digests")
-        port = self._publisher.endpoint.rpartition(":")[2]
-        self._stats = {
-            "events": f"tcp://{ray.util.get_node_ip_address()}:{port}",
-            "block_size": self._engine.cache.spec.block_size,
-        }
+        address = interface or ray.util.get_node_ip_address()
+        host = f"[{address}]" if ":" in address else address
+        self._publisher = EventPublisher(self._engine.cache, f"tcp://{host}:*", form="digests", bind=True)
+        self._stats = {"events": self._publisher.endpoint, "block_size": self._engine.cache.spec.block_size}
         self._replies: dict[_Reply, None] = {}
         self._left: list[Request] = []  # requests without a reader
+        self._error: Exception | None = None  # that of the last step
+        self._is_closed = False
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="pagedkv replica", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="pagedkv replica", daemon=True)
+        self._thread.start()
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Return where the events are published; Ray Serve hands it to the router."""
         return self._stats
+
+    def check_health(self) -> None:
+        """Let Ray Serve replace this replica if its steps fail. A replica whose requests all fail has a short queue.
+
+        Raises: RuntimeError
+        """
+        if self._error is not None or not self._thread.is_alive():
+            raise RuntimeError(f"the engine does not step: {self._error or 'its thread has ended'}")
+
+    def close(self) -> None:
+        """End the thread, store what waits for a tier, and close the sockets. Replies that run stand still."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def __del__(self) -> None:
+        """Ray Serve calls it before it ends the process."""
+        if "_thread" in self.__dict__:  # else __init__ has failed
+            self.close()
 
     async def generate(
         self, token_ids: list[int], params: Mapping[str, Any] | None = None, tenant: bytes = b""
@@ -84,11 +110,11 @@ class PagedReplica:
                     self._left.append(request)
 
     def _run(self) -> None:
-        """Step, publish and deliver, as long as the process lives."""
+        """Step, publish and deliver, until this replica is closed."""
         self._engine.cache.own()
-        while True:
+        while not self._is_closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._engine.has_work, IDLE)
+                self._changed.wait_for(lambda: self._is_closed or self._engine.has_work, IDLE)
                 replies, left, self._left = list(self._replies), self._left, []
             try:
                 for request in left:
@@ -98,9 +124,14 @@ class PagedReplica:
                 self._publisher.publish()
                 for reply in replies:
                     self._deliver(reply)
+                self._error = None
             except Exception as error:  # of the model: the readers must hear of it
+                self._error = error
                 for reply in replies:
                     reply.loop.call_soon_threadsafe(reply.queue.put_nowait, error)
+                time.sleep(IDLE)  # until they have left
+        self._publisher.close()
+        self._engine.close()
 
     def _deliver(self, reply: _Reply) -> None:
         completion = reply.request.completions[0]
@@ -119,13 +150,18 @@ class PagedReplica:
 
 
 def replicas(
-    num_replicas: int, folder: str | None = None, *, most_at_once: int = 32, least: int = 1, **options: Any
-) -> serve.Application:
+    num_replicas: int, folder: str | None = None, *, most_at_once: int = 32, least: int = 1,
+    ray_actor_options: Mapping[str, Any] | None = None, **options: Any,
+) -> serve.Application:  # fmt: skip
     """Return an application of equal engines behind a PrefixRouter, for serve.run.
 
-    most_at_once: requests that a replica has at a time; further ones go to others. least: see PrefixRouter.
-    options:      options of Engine.load, and `events` of PagedReplica.
+    most_at_once:      requests that a replica has at a time; further ones go to others. least: see PrefixRouter.
+    ray_actor_options: what Ray reserves for a replica, such as {"num_gpus": 1}, without which it shows it no GPU.
+    options:           options of Engine.load, and `events` and `interface` of PagedReplica.
+    Raises: InvalidRequest
     """
+    if least < 1:
+        raise InvalidRequest(f"least is {least}; give the blocks by which known prefixes must differ, 1 or more")
     router = RequestRouterConfig(
         request_router_class=PrefixRouter, request_router_kwargs={"least": least}, request_routing_stats_period_s=0.5
     )
@@ -134,6 +170,7 @@ def replicas(
         name="pagedkv",
         num_replicas=num_replicas,
         max_ongoing_requests=most_at_once,
+        ray_actor_options=dict(ray_actor_options or {}),
         request_router_config=router,
     )
     return deployment.bind(folder, **options)
