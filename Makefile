@@ -13,6 +13,7 @@ TRANSFORMERS ?= 5.14.1
 TRITON ?= 3.7.1
 SELECT ?= not gpu and not slow
 VLLM   ?= 0.32.0
+RAY    ?= 2.59.0
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
 NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
 
@@ -30,8 +31,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-distributed test-tiers test-transformers test-triton test-vllm test-nano-vllm check bench \
-	bench-check bench-readme bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
+.PHONY: help demo test test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
+	test-nano-vllm check bench bench-check bench-readme bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -70,10 +71,17 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
 
-test-distributed: $(STAMPS)/dev ## several processes, with their slow tests: processes that are killed, NIXL, Ray
+test-distributed: $(STAMPS)/dev test-ray ## several processes, with their slow tests: processes that are killed, NIXL, Ray
 	@$(PIP) --no-deps nixl nixl-cu12
-	@$(PIP) 'ray[serve]'
-	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed tests/integrations/ray
+	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
+
+test-ray: ## replicas behind Ray Serve, some of them killed, in an environment of its own (RAY=2.59.0, minutes)
+	@$(PYTHON) -m venv $(VENV)-ray
+	@$(VENV)-ray/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
+	@$(VENV)-ray/bin/python -m pip install -qq --disable-pip-version-check 'ray[serve]==$(RAY)' \
+		'setuptools>=77' 'pybind11>=2.13' pytest pytest-xdist
+	@$(VENV)-ray/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable '.[ray]'
+	@$(PYTEST:$(BIN)/%=$(VENV)-ray/bin/%) --numprocesses=0 -p no:cacheprovider -m "not gpu" tests/integrations/ray
 
 test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped
 	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import EngineStopped, InvalidRequest
 from pagedkv.model import SamplingParams
 
 RESUMABLE: Final = "max_tokens temperature top_k top_p min_p seed stop_ids ignore_eos logit_bias allowed_ids".split()
@@ -28,7 +28,7 @@ async def generate(
 
     params: fields of SamplingParams, of those in RESUMABLE. With temperature 0 the tokens are those of an engine that
             lives; else the tokens after a death are drawn anew, also with a seed.
-    deaths: replicas of this reply that may die.
+    deaths: replicas of this reply that may die, or be closed.
     found:  a list to which the number of tokens is appended that each replica found in its pool.
     Raises: InvalidRequest for other params, or wrong values of these; as PagedReplica.generate
     """
@@ -50,14 +50,14 @@ async def generate(
                     yield token
                 if is_last:
                     return
-        except RayActorError:
+        except (RayActorError, RayTaskError) as error:
+            if isinstance(error, RayTaskError) and not isinstance(error.cause, EngineStopped):
+                raise error.cause or error from None
             deaths -= 1
             if deaths < 0:
                 raise
             if len(made) == most:  # it died between the last token and the end
                 return
-        except RayTaskError as error:
-            raise error.cause or error from None
-        except (GeneratorExit, asyncio.CancelledError):  # nobody reads any more
+        except (GeneratorExit, asyncio.CancelledError):  # the caller has left
             response.cancel()
             raise

@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from pagedkv.core import Observe
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import EngineStopped, InvalidRequest
 from pagedkv.integrations.ray.router import PrefixRouter
 from pagedkv.integrations.zmq_events import EventPublisher
 from pagedkv.model import Engine, Request, SamplingParams
@@ -54,7 +54,7 @@ class PagedReplica:
         self._stats = {"events": self._publisher.endpoint, "block_size": self._engine.cache.spec.block_size}
         self._replies: dict[_Reply, None] = {}
         self._left: list[Request] = []  # requests without a reader
-        self._error: Exception | None = None  # that of the last step
+        self._error: Exception | None = None  # of a step, until the next token
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="pagedkv replica", daemon=True)
@@ -67,13 +67,13 @@ class PagedReplica:
     def check_health(self) -> None:
         """Let Ray Serve replace this replica if its steps fail. A replica whose requests all fail has a short queue.
 
-        Raises: RuntimeError
+        Raises: RuntimeError, from a step that failed to the next token
         """
         if self._error is not None or not self._thread.is_alive():
             raise RuntimeError(f"the engine does not step: {self._error or 'its thread has ended'}")
 
     def close(self) -> None:
-        """End the thread, store what waits for a tier, and close the sockets. Replies that run stand still."""
+        """End the thread, store what waits for a tier, and close the sockets. Replies that run get EngineStopped."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -94,6 +94,8 @@ class PagedReplica:
         request = self._engine.submit(token_ids, SamplingParams(**(params or {})), tenant=tenant)
         reply = _Reply(request, asyncio.get_running_loop(), asyncio.Queue())
         with self._changed:
+            if self._is_closed:
+                raise EngineStopped("the replica was closed; send the prompt to another one")
             self._replies[reply] = None
             self._changed.notify()
         try:
@@ -105,9 +107,14 @@ class PagedReplica:
                 is_last = item[1]
                 yield item
         finally:
-            with self._changed:
-                if self._replies.pop(reply, None) is not None:
-                    self._left.append(request)
+            self._leave(reply)
+
+    def _leave(self, reply: _Reply) -> None:
+        """Let the thread end a request, unless its last token was handed out."""
+        with self._changed:
+            if reply in self._replies:
+                del self._replies[reply]
+                self._left.append(reply.request)
 
     def _run(self) -> None:
         """Step, publish and deliver, until this replica is closed."""
@@ -124,12 +131,13 @@ class PagedReplica:
                 self._publisher.publish()
                 for reply in replies:
                     self._deliver(reply)
-                self._error = None
             except Exception as error:  # of the model: the readers must hear of it
                 self._error = error
                 for reply in replies:
-                    reply.loop.call_soon_threadsafe(reply.queue.put_nowait, error)
+                    self._hand(reply, error)
                 time.sleep(IDLE)  # until they have left
+        for reply in list(self._replies):
+            self._hand(reply, EngineStopped("the replica was closed; send the prompt to another one"))
         self._publisher.close()
         self._engine.close()
 
@@ -139,6 +147,8 @@ class PagedReplica:
         if reason == "error":
             item: Item | Exception = RuntimeError(f"the request failed: {completion.error}")
         elif tokens or reason:
+            if tokens:  # a step without tokens proves nothing: the readers of a step that failed leave no work
+                self._error = None
             reply.num_sent += len(tokens)
             item = tokens, bool(reason), completion.cached_tokens
         else:
@@ -146,7 +156,13 @@ class PagedReplica:
         if reason:
             with self._changed:
                 self._replies.pop(reply, None)
-        reply.loop.call_soon_threadsafe(reply.queue.put_nowait, item)
+        self._hand(reply, item)
+
+    def _hand(self, reply: _Reply, item: Item | Exception) -> None:
+        try:
+            reply.loop.call_soon_threadsafe(reply.queue.put_nowait, item)
+        except RuntimeError:  # the event loop of the reader is closed: the reader has left
+            self._leave(reply)
 
 
 def replicas(
@@ -156,7 +172,7 @@ def replicas(
     """Return an application of equal engines behind a PrefixRouter, for serve.run.
 
     most_at_once:      requests that a replica has at a time; further ones go to others. least: see PrefixRouter.
-    ray_actor_options: what Ray reserves for a replica, such as {"num_gpus": 1}, without which it shows it no GPU.
+    ray_actor_options: resources that Ray reserves for a replica. It sees no GPU without {"num_gpus": 1}.
     options:           options of Engine.load, and `events` and `interface` of PagedReplica.
     Raises: InvalidRequest
     """

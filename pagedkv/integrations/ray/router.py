@@ -25,7 +25,6 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, R
 from pagedkv.core import page_digests
 from pagedkv.integrations.ray.index import EventReader, PrefixIndex
 
-
 LISTEN: Final = 0.25
 """Seconds between two looks for events while no request comes: the queue of a socket would overflow."""
 PATIENCE: Final = 1.0

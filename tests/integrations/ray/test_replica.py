@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import EngineStopped, InvalidRequest
 from pagedkv.model import Engine, SamplingParams
 
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
@@ -49,27 +49,60 @@ def test_replies_are_those_of_an_engine(replica: Any) -> None:
 
 
 def test_a_reader_that_leaves_gives_its_frames_back(replica: Any) -> None:
-    async def leave() -> None:
+    async def leave() -> Any:
         tokens = replica.generate(list(range(10, 100)), {"max_tokens": 900, "ignore_eos": True})
         await anext(tokens)
+        [open_reply] = replica._replies
         await tokens.aclose()
+        return open_reply.request.completions[0]
 
-    asyncio.run(leave())
+    completion = asyncio.run(leave())
     wait_until(lambda: not replica._engine.has_work)
+    assert completion.finish_reason == "cancelled"
     assert not replica._replies
     assert replica._engine.cache.stats().mapped == 0
+
+
+def test_a_reader_whose_event_loop_is_closed_has_left(replica: Any) -> None:
+    loop = asyncio.new_event_loop()
+    tokens = replica.generate(list(range(10, 100)), {"max_tokens": 900, "ignore_eos": True})
+    loop.run_until_complete(anext(tokens))
+    [open_reply] = replica._replies
+    loop.close()
+    wait_until(lambda: not replica._engine.has_work)
+    assert open_reply.request.completions[0].finish_reason == "cancelled"
+    assert not replica._replies
+    replica.check_health()
+    assert len(asyncio.run(reply(replica, [10, 11, 12]))) == 20
+
+
+def test_a_reply_of_a_replica_that_is_closed_ends_with_an_error() -> None:
+    replica: Any = PagedReplica(num_frames=64, interface="127.0.0.1")
+
+    async def close() -> None:
+        tokens = replica.generate(list(range(10, 100)), {"max_tokens": 900, "ignore_eos": True})
+        await anext(tokens)
+        await asyncio.to_thread(replica.close)
+        async for _ in tokens:
+            pass
+
+    for ask in (close, lambda: reply(replica, [10, 11, 12])):
+        with pytest.raises(EngineStopped, match="the replica was closed"):
+            asyncio.run(asyncio.wait_for(ask(), 20))
 
 
 def test_a_step_that_fails_is_heard_of_by_readers_and_by_serve(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     replica.check_health()
 
-    def broken() -> None:
+    def broken(*_: Any) -> None:
         raise ValueError("the model is broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(replica._engine, "step", broken)
+        patch.setattr(replica._engine, "forward", broken)
         with pytest.raises(ValueError, match="the model is broken"):
             asyncio.run(reply(replica, [10, 11, 12]))
+        wait_until(lambda: not replica._engine.has_work)
+        time.sleep(0.2)  # Ray Serve asks every 10 s
         with pytest.raises(RuntimeError, match="does not step: the model is broken"):
             replica.check_health()
     assert len(asyncio.run(reply(replica, [10, 11, 12]))) == 20

@@ -18,7 +18,7 @@ from ray import serve  # noqa: E402
 from ray.serve.config import RequestRouterConfig  # noqa: E402
 from ray.serve.request_router import FIFOMixin, RequestRouter  # noqa: E402
 
-from pagedkv.integrations.ray import generate, replicas  # noqa: E402
+from pagedkv.integrations.ray import PagedReplica, generate, replicas  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -132,12 +132,59 @@ def kill_one(draw: random.Random) -> None:
     ray.kill(ray.get_actor(chosen["name"], namespace=chosen["namespace"]), no_restart=True)
 
 
+class Watched(PagedReplica):
+    """A replica that tells what its pool holds."""
+
+    async def mapped(self) -> int:
+        return self._engine.cache.stats().mapped
+
+
+@pytest.mark.parametrize("way", ["aclose", "cancel"])
+def test_a_caller_that_leaves_gives_the_frames_of_its_reply_back(cluster: None, way: str) -> None:
+    handle = serve.run(serve.deployment(Watched, name="watched").bind(num_frames=FRAMES, interface="127.0.0.1"))
+
+    async def leave() -> tuple[int, list[int]]:
+        seen = list[int]()
+        tokens = generate(handle, list(range(10, 100)), {"max_tokens": 3000, "ignore_eos": True})
+
+        async def read() -> None:
+            async for token in tokens:
+                seen.append(token)
+
+        reader = asyncio.ensure_future(read()) if way == "cancel" else None
+        if reader is None:
+            seen.append(await anext(tokens))
+        while not seen:
+            await asyncio.sleep(0.01)
+        held = await handle.mapped.remote()
+        if reader is None:
+            await tokens.aclose()
+        else:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        left = [held]
+        for _ in range(20):
+            left.append(await handle.mapped.remote())
+            if not left[-1]:
+                break
+            await asyncio.sleep(0.05)
+        return held, left
+
+    try:
+        held, left = asyncio.run(leave())
+    finally:
+        serve.delete("default")
+    assert held > 0
+    assert left[-1] == 0, left
+
+
 def test_errors_reach_the_caller(cluster: None) -> None:
     handle = serve.run(replicas(1, num_frames=FRAMES), name="errors")
     with pytest.raises(InvalidRequest, match="go on elsewhere with"):
         asyncio.run(_first(generate(handle, [1, 2], {"stop": "x"})))
-    with pytest.raises(InvalidRequest, match="vocabulary"):
-        asyncio.run(_first(generate(handle, [10**6], {})))
+    for wrong in (10**6, 2**40):  # the router can name no block of the second
+        with pytest.raises(InvalidRequest, match="vocabulary|fit int32"):
+            asyncio.run(asyncio.wait_for(_first(generate(handle, [wrong], {})), 60))
     serve.delete("errors")
 
 
