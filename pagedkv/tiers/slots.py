@@ -185,6 +185,8 @@ class SlotTier(Tier):
     def _begin_stores(self, moves: list[Move]) -> list[Move]:
         """Take slots for the pages that are not there, and end the others. Return those that a thread has to move."""
         assert self._pool is not None
+        if not self.num_pending:
+            self._storing.clear()  # of a call that was interrupted before it took slots
         new: dict[bytes, list[Move]] = {}
         for move in moves:
             if move.slot >= 0 or move.key.name in self._storing:

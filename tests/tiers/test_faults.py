@@ -218,6 +218,23 @@ def hanging() -> tuple[Stubborn, World]:
     return stubborn, world
 
 
+def test_pages_whose_store_was_interrupted_are_stored_when_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> list[int]:
+        raise KeyboardInterrupt
+
+    host = HostTier("1MiB")
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[host]))
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTier, "_take_slots", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            world.run(IDS)
+    world.cache.evict(16)
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    assert host.stats().pages == PAGES
+    world.cache.tiers.close()
+
+
 def test_waits_for_a_tier_that_hangs_end() -> None:
     stubborn, world = hanging()
     began = time.monotonic()
