@@ -190,7 +190,7 @@ class DiskTier(SlotTier):
         return os.open(self._path("bytes"), flags, 0o600), False
 
     def _pages_on_disk(self) -> list[tuple[int, bytes, bytes]]:
-        """Return (slot, name, tenant) of each sealed slot, the oldest first. A damaged seal is an empty slot."""
+        """Return what `_begin` returns, for each sealed slot, the oldest first. A damaged seal is an empty slot."""
         found = []
         for slot in np.flatnonzero(self._seals["serial"]).tolist():
             if int(self._seals["check"][slot]) == self._check(slot):
@@ -204,7 +204,7 @@ class DiskTier(SlotTier):
         return xxhash.xxh3_64_intdigest(self._seals[slot].tobytes()[: SEAL.fields["check"][1]])  # type: ignore[index]
 
     def _charged(self, tenant: bytes) -> bytes:
-        return tenant if len(tenant) == TENANT_BYTES else hashlib.blake2b(tenant, digest_size=TENANT_BYTES).digest()
+        return hashlib.blake2b(tenant, digest_size=TENANT_BYTES).digest()
 
     def _store(self, moves: Sequence[Move]) -> None:
         for move in moves:

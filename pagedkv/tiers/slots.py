@@ -85,7 +85,7 @@ class SlotTier(Tier):
 
     @abstractmethod
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
-        """Prepare `num_slots` slots. Return (slot, name, tenant) of the pages that are there already."""
+        """Prepare `num_slots` slots. Return (slot, name, charged tenant) of the pages that are there already."""
 
     @abstractmethod
     def _store(self, moves: Sequence[Move]) -> None:
@@ -132,6 +132,8 @@ class SlotTier(Tier):
         self._slots = FramePool(num_slots, key_bytes=KEY_BYTES, policy=self._policy)
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._storing: set[bytes] = set()  # the names
+        self._tenants = [b""] * num_slots  # that stored the page in each slot, as `_charged` names them
+        self._limited: set[bytes] = set()  # the tenants that have had a quota
         self._ended: deque[Move] = deque()
         try:
             present = self._begin(pool, fingerprint, num_slots)
@@ -142,7 +144,8 @@ class SlotTier(Tier):
         # also at exit: a thread must not return from C++ code to an interpreter that has ended
         weakref.finalize(self, self._mover.close, EXITING, finish=False)
         for slot, name, tenant in present:  # those of an older process, the one stored first is evicted first
-            self._slots.take([slot], tenant=self._charged(tenant))
+            self._slots.take([slot])
+            self._tenants[slot] = tenant
             if self._slots.publish([slot], [name])[0] != slot:  # stored twice
                 self._void([slot])
             self._slots.drop([slot])
@@ -199,7 +202,7 @@ class SlotTier(Tier):
         for tenant, wanted in new.items():
             slots = self._take_slots(len(wanted), tenant)
             for move, slot in zip(wanted, slots, strict=False):
-                move.slot, move.stamp = slot, self._pool.stamp(move.frame)
+                move.slot, move.stamp, self._tenants[slot] = slot, self._pool.stamp(move.frame), tenant
                 begun.append(move)
             for move in wanted[len(slots) :]:
                 self._storing.discard(move.key.name)
@@ -307,8 +310,24 @@ class SlotTier(Tier):
         """See Tier.set_quota."""
         if share is not None and not 0.0 <= real(share, "share") <= 1.0:
             raise InvalidRequest(f"share is {share}; it is the part of the tier for a tenant, 0 to 1")
-        hard = None if share is None else int(share * self._slots.num_frames)
-        self._slots.set_quota(self._charged(tenant), hard=hard)
+        hard, tenant = None if share is None else int(share * self._slots.num_frames), self._charged(tenant)
+        self._slots.set_quota(tenant, hard=hard)
+        if tenant not in self._limited:
+            self._charge(tenant, hard)
+            self._limited.add(tenant)
+
+    def _charge(self, tenant: bytes, hard: int | None) -> None:
+        """Charge the pages that `tenant` stored before its first quota. Evict those beyond it. O(slots)."""
+        order = self._slots.victims(self._slots.num_frames)
+        mine = order[[self._tenants[slot] == tenant for slot in order.tolist()]]
+        num_beyond = 0 if hard is None else max(0, len(mine) - hard)
+        beyond, kept = mine[:num_beyond], mine[num_beyond:]
+        names = [name for name in self._slots.names(kept) if name is not None]
+        self._void(beyond.tolist())
+        self._slots.unpublish(mine)
+        self._slots.take(kept, tenant=tenant)
+        self._slots.publish(kept, names)
+        self._slots.drop(kept)  # in the order of before
 
     def _charged(self, tenant: bytes) -> bytes:
         """Return the name of the tenant in the pool of slots."""

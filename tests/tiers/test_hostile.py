@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import random
@@ -158,6 +159,38 @@ def test_a_small_tier_keeps_what_was_used_last_and_a_tenant_keeps_within_its_sha
     used = tier._slots.usage(tier._charged(b"small")).used
     assert 1 <= used <= 5
     cache.tiers.close()
+
+
+def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_last_used(tmp_path: Path) -> None:
+    def begun(kind: str) -> tuple[HostTier | DiskTier, World]:
+        tier = HostTier(40 * SPEC.frame_bytes) if kind == "host" else DiskTier(tmp_path, 40 * (4096 + 128))
+        return tier, World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
+
+    digest = hashlib.blake2b(b"acme", digest_size=16).digest()  # no tenant is another one whose digest is its name
+    for kind in ("host", "disk"):
+        tier, world = begun(kind)
+        prompts = [(list(range(at, at + 37)), tenant) for at, tenant in ((0, b"acme"), (100, b"acme"), (200, digest))]
+        for ids, tenant in prompts:
+            world.run(ids, tenant)
+            assert world.cache.tiers.flush(20)
+        world.cache.evict(16)
+        if kind == "disk":
+            world.cache.tiers.close()
+            tier, world = begun(kind)
+        order = [slot for slot in tier._slots.victims(40).tolist() if tier._tenants[slot] == tier._charged(b"acme")]
+        last = tier._slots.names(order[-10:])
+        for _ in range(2):  # a second quota charges no page twice
+            world.cache.set_quota(b"acme", hard=4)  # a quarter of the pool, so ten slots
+            assert tier._slots.usage(tier._charged(b"acme")).used == 10
+        tier._slots.check()
+        assert tier.stats().pages == 10 + 9
+        kept = [slot for slot in tier._slots.victims(40).tolist() if slot in order]
+        assert tier._slots.names(kept) == last
+        for ids, tenant in prompts:
+            assert world.cache.fetch(ids, tenant=tenant).wait(20)
+            found = world.check_found(ids, tenant)
+        assert found == 36
+        world.cache.tiers.close()
 
 
 def test_what_came_back_is_stored_and_what_came_once_is_not() -> None:
