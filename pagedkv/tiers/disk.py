@@ -3,7 +3,8 @@
     folder/pagedkv-tier.lock    held while a process uses the folder
     folder/pagedkv-tier.json    format, fingerprint, frame bytes, number of slots
     folder/pagedkv-tier.seals   [slots] of 128 bytes: serial, name, checksum, tenant, check of the seal itself
-                                mapped; its blocks are taken at once: a write to a mapped file must not meet a full disk
+                                its blocks are taken at once. It is read once and written by calls, never mapped: a
+                                mapped file that cannot be read, or that somebody cut short, would end the process
     folder/pagedkv-tier.bytes   [slots, stride], stride: a frame, rounded up to 4 KiB
 
 To store a page: its seal is zeroed, the bytes are written, the seal is written. So a process that is killed between any
@@ -25,6 +26,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +49,8 @@ FORMAT: Final = 2
 NAME: Final = "pagedkv-tier"
 SECTOR: Final = 4096
 TENANT_BYTES: Final = 16
+MOST_SERIAL: Final = 2**63
+"""A seal with a greater serial is damaged: so many pages are never stored."""
 MOST_MANIFEST_BYTES: Final = 2**16
 
 SEAL: Final = np.dtype(
@@ -106,7 +110,7 @@ class DiskTier(SlotTier):
         self.num_threads: int = whole(threads, "threads", 1, 1025)
         self._here, self._sealing = threading.local(), threading.Lock()
         self._lock: FileLock | None = None
-        self._file = -1
+        self._file = self._seals_file = -1
 
     def _slot_bytes(self, frame_bytes: int) -> int:
         return _rounded(frame_bytes) + SEAL.itemsize
@@ -168,15 +172,14 @@ class DiskTier(SlotTier):
         if not is_known:
             self._path("json").unlink(missing_ok=True)  # first: the old facts must not describe the new files
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        seals = os.open(self._path("seals"), flags | (0 if is_known else os.O_TRUNC), 0o600)
-        try:
-            os.ftruncate(seals, num_slots * SEAL.itemsize)
-            os.posix_fallocate(seals, 0, num_slots * SEAL.itemsize)
-            region = mmap.mmap(seals, num_slots * SEAL.itemsize)
-        finally:
-            os.close(seals)
-        self._seals: npt.NDArray[Any] = np.frombuffer(region, SEAL)
-        self._serial = int(self._seals["serial"].max(initial=0))
+        self._seals_file = os.open(self._path("seals"), flags | (0 if is_known else os.O_TRUNC), 0o600)
+        os.ftruncate(self._seals_file, num_slots * SEAL.itemsize)
+        os.posix_fallocate(self._seals_file, 0, num_slots * SEAL.itemsize)
+        self._seals: npt.NDArray[Any] = np.zeros(num_slots, SEAL)
+        self._serial, size = 0, num_slots * SEAL.itemsize if is_known else 0
+        content, at = self._seals.view(np.uint8), 0
+        while at < size and (count := os.preadv(self._seals_file, [content[at:].data], at)):
+            at += count
         self._file, self._is_direct = self._open_bytes(flags)
         os.ftruncate(self._file, num_slots * self._stride)
 
@@ -193,12 +196,14 @@ class DiskTier(SlotTier):
         """Return what `_begin` returns, for each sealed slot, the oldest first. A damaged seal is an empty slot."""
         found = []
         for slot in np.flatnonzero(self._seals["serial"]).tolist():
-            if int(self._seals["check"][slot]) == self._check(slot):
-                seal = self._seals[slot]
+            seal = self._seals[slot]
+            if int(seal["check"]) == self._check(slot) and int(seal["serial"]) < MOST_SERIAL:
                 found.append((int(seal["serial"]), slot, seal["name"].tobytes(), seal["tenant"].tobytes()))
             else:
                 self._void([slot])
-        return [(slot, name, tenant) for _, slot, name, tenant in sorted(found)]
+        found.sort()
+        self._serial = found[-1][0] if found else 0  # of a whole seal: a damaged one may have any
+        return [(slot, name, tenant) for _, slot, name, tenant in found]
 
     def _check(self, slot: int) -> int:
         return xxhash.xxh3_64_intdigest(self._seals[slot].tobytes()[: SEAL.fields["check"][1]])  # type: ignore[index]
@@ -217,16 +222,17 @@ class DiskTier(SlotTier):
             pool.read(np.array([move.frame]), self._bounce(), _FIRST, move.job.fence)
         total = checksum(content[: self._frame_bytes], move.key.name, self._key)
         try:
+            with self._sealing:
+                self._write_seal(move.slot)  # which `_reuse` has zeroed
             written = os.pwrite(self._file, content.data, move.slot * self._stride)
+            if written != len(content):
+                move.why = f"failed: {written} of {len(content)} bytes were written"
+            elif not pool.holds(move.frame, move.stamp):
+                move.why = CHANGED
+            else:
+                self._seal(move, total)
         except OSError as error:
             move.why = f"failed: {error.strerror}"
-            return
-        if written != len(content):
-            move.why = f"failed: {written} of {len(content)} bytes were written"
-        elif not pool.holds(move.frame, move.stamp):
-            move.why = CHANGED
-        else:
-            self._seal(move, total)
 
     def _seal(self, move: Move, total: bytes) -> None:
         slot, key = move.slot, move.key
@@ -240,6 +246,17 @@ class DiskTier(SlotTier):
             seal["tenant"] = np.frombuffer(self._charged(key.tenant), np.uint8)
             seal["serial"] = self._serial
             seal["check"] = self._check(slot)
+            try:
+                self._write_seal(slot)
+            except OSError:
+                seal["serial"] = 0
+                raise
+
+    def _write_seal(self, slot: int) -> None:
+        """Write the seal of a slot to the file. The caller holds `_sealing`."""
+        written = os.pwrite(self._seals_file, self._seals[slot].tobytes(), slot * SEAL.itemsize)
+        if written != SEAL.itemsize:
+            raise OSError(errno.ENOSPC, f"{written} of {SEAL.itemsize} bytes of a seal were written")
 
     def _load(self, moves: Sequence[Move]) -> None:
         for move in moves:
@@ -279,14 +296,25 @@ class DiskTier(SlotTier):
         bounce: torch.Tensor = self._here.bounce
         return bounce
 
+    def _reuse(self, slots: Sequence[int]) -> None:
+        with self._sealing:  # the owner waits for no file: a thread writes the seals before it writes the pages
+            self._seals["serial"][slots] = 0
+
     def _void(self, slots: Sequence[int]) -> None:
         with self._sealing:
             self._seals["serial"][slots] = 0
+            try:
+                for slot in slots:
+                    self._write_seal(slot)
+            except OSError:  # then no process must find any of the pages
+                with suppress(OSError):
+                    self._path("json").unlink(missing_ok=True)
 
     def _end(self) -> None:
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        files, self._file, self._seals_file = (self._file, self._seals_file), -1, -1
+        for file in files:
+            if file >= 0:
+                os.close(file)
         self._seals = np.zeros(0, SEAL)
         if self._lock is not None:
             self._lock.release()

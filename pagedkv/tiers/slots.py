@@ -99,6 +99,10 @@ class SlotTier(Tier):
     def _void(self, slots: Sequence[int]) -> None:
         """Take the seals of these slots away."""
 
+    def _reuse(self, slots: Sequence[int]) -> None:
+        """Take the seals of slots away before `_store` writes to them."""
+        self._void(slots)
+
     def _end_stores(self, moves: Sequence[Move]) -> None:
         """Take note of stores that came to nothing. Called by the owner thread, in `poll`."""
 
@@ -208,7 +212,7 @@ class SlotTier(Tier):
                 self._storing.discard(move.key.name)
                 move.why = FULL
                 self._ended.append(move)
-        self._void([move.slot for move in begun])  # first: an evicted page must not be found after a crash
+        self._reuse([move.slot for move in begun])
         return begun
 
     def _take_slots(self, count: int, tenant: bytes) -> list[int]:

@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 
 from pagedkv import PagedKVCache
 from pagedkv.errors import InvalidRequest
-from pagedkv.tiers import DiskTier, HostTier, PoolView, UsedAgain
+from pagedkv.tiers import DiskTier, HostTier, PoolView, UsedAgain, disk
 from pagedkv.tiers.pool_view import Numbers
 from pagedkv.tiers.slots import Move
 from tests.interrupts import Interrupter, count_instructions
@@ -264,6 +266,62 @@ def test_any_damage_to_the_files_is_a_miss(folder: Path) -> None:
         for other, old in whole.items():
             other.write_bytes(old)
     assert reopened(folder) == (40, 0)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_a_seal_with_the_last_serial_costs_its_own_page_alone(is_planted: bool, folder: Path) -> None:
+    path = folder / "pagedkv-tier.seals"
+    seals = np.fromfile(path, disk.SEAL)
+    seals["serial"][-1] = 2**64 - 1
+    if is_planted:
+        seals["check"][-1] = xxhash.xxh3_64_intdigest(seals[-1].tobytes()[: disk.SEAL.fields["check"][1]])
+    seals.tofile(path)
+    tier = DiskTier(folder, "1MiB")
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
+    assert tier.stats().pages == PAGES
+    world.run([7, *IDS])
+    assert world.cache.tiers.flush(20)
+    assert (tier.stats().stored, tier.stats().failed) == (PAGES, 0)
+    world.cache.tiers.close()
+
+
+CUT = """
+import os, sys
+from tests.tiers.world import IDS, evicted
+from pagedkv.tiers import DiskTier
+world = evicted(DiskTier(sys.argv[1], "64MiB"))
+for end in ("seals", "bytes", "json"):
+    os.truncate(f"{sys.argv[1]}/pagedkv-tier.{end}", 0)
+fetch = world.cache.fetch(IDS)
+assert fetch.wait(20) and world.check_found(IDS) == fetch.tokens == 0
+world.run([7, *IDS])
+assert world.cache.tiers.flush(20)
+world.cache.evict(16)
+assert world.cache.fetch([7, *IDS]).wait(20) and world.check_found([7, *IDS]) == 40
+world.cache.tiers.close()
+"""
+
+
+def test_files_that_are_cut_short_while_they_are_in_use_cost_their_pages_and_no_process(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", CUT, tmp_path], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert reopened(tmp_path) == (0, 0)
+
+
+def test_seals_that_cannot_be_written_hide_all_pages_from_later_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier = DiskTier(folder, "1MiB")
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fails)
+        world.cache.forget()
+    assert tier.stats().pages == 0
+    world.cache.tiers.close()
+    assert reopened(folder) == (0, 0)
 
 
 def test_a_second_process_and_a_special_file_are_refused(folder: Path) -> None:
