@@ -128,6 +128,7 @@ def test_a_linear_operation_reads_its_weights_once_and_multiplies_each_by_each_t
     assert len(results) == 2
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_counted_by_its_frames_and_restored_from_what_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "SPEC", disk.KVSpec(1, 2, 64, block_size=16, dtype="bfloat16"))
     save, load = disk.subjects(tmp_path, 3)

@@ -215,6 +215,7 @@ def test_torchs_paged_attention_computes_the_same_as_ours() -> None:
         gpu_peers.flex(gpu_pool.GpuPool(TINY, "cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu", "said_to_have_one")
 def test_the_search_writes_the_fastest_fields_of_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
