@@ -128,7 +128,11 @@ def folder_of(folder: str | Path) -> Path:
         path = Path(folder)
     except TypeError:
         raise InvalidRequest(f"folder is {folder!r}; give a path") from None
-    if "\0" in str(path):
+    try:
+        has_zero = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"folder is {folder!r}; a path has no half of a surrogate pair") from None
+    if has_zero:
         raise InvalidRequest(f"folder is {folder!r}; a path has no zero byte")
     return path
 

@@ -171,7 +171,7 @@ def _eos_ids(folder: Path) -> list[int]:
     configs = (_read_if_present(folder, "generation_config.json"), config, nested if isinstance(nested, dict) else {})
     found: Any = next((values["eos_token_id"] for values in configs if values.get("eos_token_id") is not None), [])
     ids = found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) and -(2**31) <= i < 2**31 for i in ids):  # -1: none
         raise CheckpointError(f"{folder}: eos_token_id is {shown(found)}; it must be a token id or a list of them")
     return ids
 

@@ -82,7 +82,7 @@ def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
         return cast(I32, token_ids)  # the conversions below take microseconds
     try:
         ids = np.asarray(token_ids)
-    except ValueError as why:
+    except Exception as why:  # an object, such as a tensor on another device, may raise any
         raise InvalidRequest(f"token ids are not a row of numbers ({why}); give one row of integers") from None
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
         raise InvalidRequest(f"token ids of shape {list(ids.shape)} and dtype {ids.dtype}; give one row of integers")

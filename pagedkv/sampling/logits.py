@@ -92,7 +92,7 @@ class LogitsRules:
         self._num_prompt = num_prompt
         self._grammar = grammar
         self._counts: Counts | None = None
-        self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
+        self._ends = torch.tensor(sorted(end for end in ends if end >= 0), dtype=torch.int64)
         self._allowed = None if params.allowed_ids is None else torch.tensor(params.allowed_ids, dtype=torch.int64)
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)

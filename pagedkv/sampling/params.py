@@ -67,7 +67,8 @@ class SamplingParams:
         that edits logits.
     best_of: samples that are drawn, of which those with the largest mean log-probability are returned; None for as many
         as are returned. It needs a temperature above 0, and keeps the log-probabilities of the tokens.
-    length_penalty: outputs of a beam search are compared by the sum of log-probabilities / length ** length_penalty.
+    length_penalty: outputs of a beam search are compared by the sum of log-probabilities / length ** length_penalty;
+        from -10 to 10.
     early_stopping: when a beam search with num_beams ended outputs ends. True: at once; False: when no live beam is
         better than one of them; "never": when none can become better.
     Raises: InvalidRequest, which names the field and its range
@@ -168,7 +169,9 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         self._demand("num_beams", _is_int(self.num_beams) and self.num_beams >= 1, "an integer of at least 1")
-        self._demand("length_penalty", _is_number(self.length_penalty), "a number")
+        # beyond, length ** length_penalty may be no number
+        penalty_holds = _is_number(self.length_penalty) and -10 <= self.length_penalty <= 10
+        self._demand("length_penalty", penalty_holds, "between -10 and 10")
         self._demand("early_stopping", self.early_stopping in (True, False, "never"), 'true, false or "never"')
         if self.num_beams > 1:
             defaults = SamplingParams()
@@ -247,7 +250,7 @@ def _is_number(value: object) -> bool:
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, tuple) and all(_is_int(token) and token >= 0 for token in value)
+    return isinstance(value, tuple) and all(_is_int(token) and 0 <= token < 2**31 for token in value)
 
 
 def _are_texts(value: object) -> bool:

@@ -512,6 +512,8 @@ def test_a_folder_and_a_model_are_named_by_text(verb: str, tmp_path: Path) -> No
         call(tmp_path, model=b"x")
     with pytest.raises(InvalidRequest, match="folder is 7; give a path"):
         call(7)
+    with pytest.raises(InvalidRequest, match="a path has no half of a surrogate pair"):
+        call("snapshot-\ud800")
     with pytest.raises(InvalidRequest, match="a path has no zero byte"):
         call("a\0b")
     assert not list(tmp_path.iterdir())

@@ -241,6 +241,7 @@ def test_text_is_encoded_as_transformers_does(saved: tuple[Path, Any]) -> None:
         ("tokenizer.json", '{"version": "1.0", "tru', "cannot be read as a tokenizer"),
         ("tokenizer_config.json", "[]", "holds a list"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id is '</s>'"),
+        ("generation_config.json", f'{{"eos_token_id": {10**30}}}', "eos_token_id is 1000"),
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(

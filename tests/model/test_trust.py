@@ -11,6 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -308,7 +309,11 @@ def test_the_cache_recovers_until_no_handle_is_lost_and_no_longer(
         ({"prompt": [1.7, 2.2]}, "float64; give one row of integers"),
         ({"prompt": ["5"]}, "give one row of integers"),
         ({"prompt": b"hello"}, "the prompt is bytes; give text"),
+        ({"prompt": memoryview(b"hello")}, "the prompt is memoryview; give text"),
         ({"prompt": [1, True]}, "the prompt is list; give text"),
+        ({"prompt": [1, np.bool_(True)]}, "the prompt is list; give text"),
+        ({"prompt": torch.tensor([1.0], requires_grad=True)}, "are not a row of numbers"),
+        ({"prompt": torch.empty(2, dtype=torch.int64, device="meta")}, "are not a row of numbers"),
         ({"prompt": [[1], [2]]}, "give one row of integers"),
         ({"prompt": [[1], [2, 3]]}, "are not a row of numbers"),
         ({"prompt": None}, "give one row of integers"),
@@ -423,24 +428,6 @@ def test_a_listener_whose_error_has_no_words_ends_its_own_request(
     engine.run()
     assert failing.completions[0].error == "the listener raised Wordless"
     assert_equal(got, undisturbed, engine)
-
-
-def test_an_interrupted_listener_costs_no_caller_an_end(checkpoint: Callable[[str], Checkpoint]) -> None:
-    """Three completions end in a step, and the listener of the second is interrupted at its end."""
-    engine, interrupts = build(checkpoint("llama")), iter([KeyboardInterrupt])
-
-    def listen(completion: Completion, text: str) -> None:
-        if completion.finish_reason and completion.index == 1:
-            for interrupt in interrupts:
-                raise interrupt
-
-    request = engine.submit(prompt_of(9), SamplingParams(max_tokens=2), num_samples=3, on_text=listen)
-    assert engine.step() == []
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    assert engine.step() == request.completions
-    assert engine.step() == []
-    assert idle(engine)
 
 
 def test_no_prompt_finds_what_a_request_computed_that_was_cancelled_meanwhile(

@@ -194,8 +194,12 @@ class Delivery:
             end.append((self.finished.append, completion))
         if on_text:
             calls.append((on_text, completion, text))
+        told: list[bool] = []
+        calls = [*calls, *end] if is_end else calls
         try:
-            deque(starmap(call, [*calls, *end] if is_end else calls), maxlen=0)
+            deque(starmap(call, [*calls, (told.append, True)]), maxlen=0)
+            if not told:  # a StopIteration ends the deque without a word
+                raise StopIteration
         except Exception as error:
             for one in completion.request.completions:
                 one.end("error", f"the listener raised {described(error)}")

@@ -15,6 +15,7 @@ inside a validator the same output is judged again; after one behind it, none is
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,8 @@ def ends(completion: Completion, reason: str) -> bool:
     if verdict is True:
         completion.end(reason)
     elif verdict is not False and not (isinstance(verdict, str) and verdict):
-        shown = f"the validator returned {verdict!r}"
-        return _fail(completion, f"{shown}; return True to accept, or the reason (a text) or False to reject")
+        given = f"the validator returned {reprlib.repr(verdict)}"
+        return _fail(completion, f"{given}; return True to accept, or the reason (a text) or False to reject")
     elif not completion.finish_reason:  # it may have been cancelled meanwhile
         return _reject(completion, verdict or "no reason was given")
     return True

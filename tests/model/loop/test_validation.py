@@ -147,7 +147,12 @@ def test_the_validator_sees_the_finished_output_and_cannot_change_it(engine: Eng
     assert len(one.token_ids) == 6
 
 
-@pytest.mark.parametrize("verdict", [None, "", 1, [], "raises"])
+class Nameless:
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("verdict", [None, "", 1, [], Nameless(), "raises"], ids=lambda verdict: type(verdict).__name__)
 def test_a_validator_that_fails_ends_its_own_request_only(engine: Engine, verdict: Any) -> None:
     def validator(_: Completion) -> Any:
         if verdict == "raises":

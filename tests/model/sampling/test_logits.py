@@ -244,6 +244,12 @@ def test_one_sample_of_a_family_may_fail_alone(checkpoint: Callable[[str], Check
     assert idle(engine)
 
 
+def test_an_end_token_that_is_none_masks_no_token() -> None:
+    """A checkpoint may say -1, or an id beyond the vocabulary."""
+    rules = LogitsRules(SamplingParams(min_tokens=2), [1], 1, ends=(-(2**31), -1, 3, 2**31 - 1))
+    assert rules.apply(torch.zeros(5)).isneginf().tolist() == [False, False, False, True, False]
+
+
 def test_nothing_ends_a_text_before_min_tokens(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("llama"))
     free = engine.generate([prompt_of(20)], SamplingParams(max_tokens=12))[0].completions[0]
