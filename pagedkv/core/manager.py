@@ -134,8 +134,10 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         if (length := whole(length, "length")) > held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
         page, offset = divmod(length, self.block_size)
-        whole_groups = [asid + group for group, its in enumerate(self.groups) if its.window is None]
-        if offset and (self.state.table[whole_groups, page] == st.HOLE).any():
+        if offset and any(
+            its.window is None and self.state.table[asid + group, page] == st.HOLE
+            for group, its in enumerate(self.groups)
+        ):
             raise InvalidRequest(
                 f"truncate to {length}: page {page} was punched and cannot be written again; "
                 "truncate to its start or end"

@@ -31,17 +31,15 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a prompt, which may be text. Raises: InvalidRequest"""
     if isinstance(prompt, str):
         ids: list[int] = tokenizer.encode(prompt)
-    elif isinstance(prompt, bytes | bytearray | memoryview) or (isinstance(prompt, Sequence) and _has_bool(prompt)):
+    elif isinstance(prompt, bytes | bytearray | memoryview) or (
+        isinstance(prompt, Sequence) and not {bool, np.bool_}.isdisjoint(map(type, prompt))
+    ):
         raise InvalidRequest(f"the prompt is {type(prompt).__name__}; give text (str), or a list of token ids")
     else:
         ids = token_row(prompt).tolist()
     if not ids:
         raise InvalidRequest("the prompt is empty; give at least one token")
     return ids
-
-
-def _has_bool(row: Sequence[object]) -> bool:
-    return any(kind in map(type, row) for kind in (bool, np.bool_))
 
 
 def check_request(

@@ -25,6 +25,16 @@ LENGTHS = Case(q_lens=(1, 1, 1, 1), kv_lens=(97, 1, 0, 33), rows=True, punched=T
 INT32 = torch.int32
 
 
+@pytest.fixture(params=WAYS, ids="-".join)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A compiled backend; the C++ kernels with each instruction set that this processor has."""
+    name, isa = request.param
+    if name == "cpu":
+        monkeypatch.setenv("PAGEDKV_CPU_ISA", isa)
+        assert cpu._cpu is not None
+    return str(name)
+
+
 def gathered(layer: KVLayer, batch: PagedBatch, runner: Runner, first: Tensor | int = 0, **options: object) -> Tensor:
     """K and V of a gather, one beside the other, on the CPU."""
     layer, batch, first = (moved(x, runner.device) for x in (layer, batch, first))
@@ -147,13 +157,8 @@ def test_nan_and_infinity_reach_their_own_elements_only(kv: str, runner: Runner)
 
 
 @pytest.mark.parametrize("kv", ["int8/token_head", "fp8_e4m3/token_head", "fp8_e5m2/token_head", "int4/token_head"])
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_a_product_is_rounded_once_however_small_or_large(
-    way: tuple[str, str], kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_is_rounded_once_however_small_or_large(kv: str, backend: str) -> None:
     """Processors have instructions that round to bfloat16 and take subnormal numbers for zero."""
-    if way[0] == "cpu":
-        monkeypatch.setenv("PAGEDKV_CPU_ISA", way[1])
     built = Case(q_lens=(1,), kv_lens=(130,), heads=(2, 2), dims=(128, 72), kv=kv).build()
     layer, scales = built.layer, [0.0, -0.0, torch.inf, torch.nan]
     for exponent in (-149, -140, -127, -126, -118, -112, -101, -100, -99, -3, 99, 100, 101, 112, 120, 127):
@@ -162,7 +167,7 @@ def test_a_product_is_rounded_once_however_small_or_large(
         assert scale is not None
         scale.copy_(torch.tensor(scales)[torch.arange(scale.numel()) % len(scales)].view(scale.shape))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found, right = (gather_kv(layer, built.batch, dtype=dtype, backend=name) for name in (way[0], "reference"))
+        found, right = (gather_kv(layer, built.batch, dtype=dtype, backend=name) for name in (backend, "reference"))
         for x, y in zip(found, right, strict=True):
             assert torch.equal(x.isnan(), y.isnan())
             bits = [z.masked_fill(z.isnan(), 7).view(torch.uint8) for z in (x, y)]
@@ -170,19 +175,13 @@ def test_a_product_is_rounded_once_however_small_or_large(
 
 
 @pytest.mark.parametrize("kv", ["", "int8/token_head", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int4/tensor"])
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_results_larger_than_a_cache_are_the_same(
-    way: tuple[str, str], kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_larger_than_a_cache_are_the_same(kv: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's kernels store them past the caches, and cut them for their threads."""
-    if way[0] == "cpu":
-        monkeypatch.setenv("PAGEDKV_CPU_ISA", way[1])
-        assert cpu._cpu is not None
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "3")
     built = Case(q_lens=(1,) * 3, kv_lens=(9000, 7, 8000), heads=(4, 4), dims=(128, 64), kv=kv, layout="HND").build()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         found, right = (
-            gather_kv(built.layer, built.batch, 3, dtype=dtype, backend=backend) for backend in (way[0], "reference")
+            gather_kv(built.layer, built.batch, 3, dtype=dtype, backend=name) for name in (backend, "reference")
         )
         assert max(x.numel() * x.element_size() for x in found) > 8 << 20
         assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
