@@ -35,11 +35,15 @@ def ask(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> None:
     """
     ahead = list(itertools.islice(waiting, AHEAD))
     for place, sequence in enumerate(ahead):
-        tenant, before = sequence.completion.request.tenant, sequence.fetch
+        before = sequence.fetch
         if sequence.space is None and (before is None or _may_go_on(before, cache, ahead[place + 1 :])):
-            sequence.fetch = cache.fetch(sequence.tokens, tenant=tenant, hold=True)
+            _begin(cache, sequence)
             if before is not None:
                 before.cancel()
+
+
+def _begin(cache: PagedKVCache, sequence: SequenceState) -> None:
+    sequence.fetch = cache.fetch(sequence.tokens, tenant=sequence.completion.request.tenant, hold=True)
 
 
 def _may_go_on(fetch: Fetch, cache: PagedKVCache, later: Sequence[SequenceState]) -> bool:
@@ -77,9 +81,17 @@ def wait(waiting: Iterable[SequenceState]) -> bool:
     return fetch is not None
 
 
-def first_ready(waiting: Iterable[SequenceState]) -> SequenceState | None:
-    """Return the first waiting sequence whose pages are not on their way; None if there is none."""
-    return next((s for s in waiting if s.fetch is None or s.fetch.done), None)
+def first_ready(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> SequenceState | None:
+    """Return the first waiting sequence whose pages are not on their way; None if there is none.
+
+    One that was not asked for yet, as it is not among the first, is asked for now: it may be admitted.
+    """
+    for sequence in waiting:
+        if sequence.fetch is None and sequence.space is None and cache.tiers:
+            _begin(cache, sequence)
+        if sequence.fetch is None or sequence.fetch.done:
+            return sequence
+    return None
 
 
 class OverTiers:

@@ -279,7 +279,7 @@ class Scheduler:
         while (
             admit
             and self.running
-            and (head := fetches.first_ready(self.waiting))
+            and (head := fetches.first_ready(self.cache, self.waiting))
             and _priority(head) < _priority(self.running[-1])
         ):
             if not self._admit(head):
@@ -301,7 +301,7 @@ class Scheduler:
                 budget -= num_tokens
         if most:
             chunks = gangs.whole_gangs(chunks, most)
-        while admit and budget and (first := fetches.first_ready(self.waiting)) and self._admit(first):
+        while admit and budget and (first := fetches.first_ready(self.cache, self.waiting)) and self._admit(first):
             self._start(first)
             remaining = first.remaining
             num_tokens = min(remaining, longest, budget)
@@ -322,14 +322,15 @@ class Scheduler:
     def _admit(self, sequence: SequenceState) -> bool:
         """Open an address space for `sequence` if its frames and those promised to running sequences fit the pool.
 
-        Less urgent sequences are preempted if that makes room. With no sequence running, admit it in any case.
+        Less urgent sequences are preempted if that makes room. With no sequence running, admit the first of those that
+        wait in any case: the ones before another have pages on their way, and need the frames that these load into.
         Returns: whether it was admitted
         """
         cache, request, kept = self.cache, sequence.completion.request, sequence.space
         if self.running and cache.available <= self._available_at_refusal:
             return False
         space = sequence.space = kept or cache.open(sequence.tokens, tenant=request.tenant)
-        while self.running and any(self._lacks(sequence)):
+        while (self.running or sequence is not self.waiting[0]) and any(self._lacks(sequence)):
             victim = self._victim(sequence)
             if victim is None:
                 sequence.space = kept

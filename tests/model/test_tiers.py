@@ -235,6 +235,35 @@ def test_a_prompt_on_its_way_delays_no_other_and_can_be_cancelled(checkpoint: Ca
     engine.cache.tiers.close()
 
 
+def test_a_later_prompt_takes_no_frames_of_one_on_its_way(checkpoint: Callable[[str], Checkpoint]) -> None:
+    tier = Slow("4MiB")
+    engine = engine_that_evicted(checkpoint("llama"), 100, tier=tier)
+    first = engine.submit(prompt_of(100), PARAMS)
+    later = engine.submit(prompt_of(240, seed=5), PARAMS)  # 16 pages, and the pool has 14 frames beside the loads
+    for _ in range(3):
+        engine.step()
+    tier.may_load.set()
+    engine.run()
+    assert first.completions[0].cached_tokens == 96
+    assert later.finished
+    assert idle(engine)
+    engine.close()
+
+
+def test_each_prompt_that_may_be_admitted_is_fetched(checkpoint: Callable[[str], Checkpoint]) -> None:
+    lengths = [34 + at for at in range(6)]  # more prompts than are fetched ahead
+    tier = Slow("4MiB")
+    engine = engine_that_evicted(checkpoint("llama"), *lengths, tier=tier)
+    requests = [engine.submit(prompt_of(length), PARAMS) for length in lengths]
+    for _ in range(3):
+        engine.step()
+    tier.may_load.set()
+    engine.run()
+    assert [request.completions[0].cached_tokens for request in requests] == [32] * 6
+    assert idle(engine)
+    engine.close()
+
+
 def test_frames_of_a_fetch_go_to_a_sequence_that_lacks_them(checkpoint: Callable[[str], Checkpoint]) -> None:
     tier = HostTier("4MiB", limit=4000)  # bytes a second: a fetch takes minutes
     engine = build(checkpoint("llama"), num_frames=20, tiers=[tier])
