@@ -42,9 +42,17 @@ def is_layer(layer: object) -> None:
 
 
 def is_batch(batch: object) -> None:
-    """Raise InvalidRequest for an argument that must be a PagedBatch, and is not."""
+    """Raise InvalidRequest unless `batch` is a PagedBatch of tensors and host ints."""
     if not isinstance(batch, PagedBatch):
         raise InvalidRequest(f"batch is of type {type(batch).__name__}; give a PagedBatch, such as batch[0] of a plan")
+    tables = {f"batch.{name}": getattr(batch, name) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
+    given(**tables)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        bound = getattr(batch, name)
+        if not isinstance(bound, Integral | torch.SymInt):
+            raise InvalidRequest(
+                f"batch.{name} is {bound!r:.60}; give an int of the host, at least the largest of the batch's lengths"
+            )
 
 
 def is_backend(name: object) -> None:

@@ -74,7 +74,8 @@ def paged_attention(
                   `seq_lens` tokens. A tensor says it for each sequence.
     window:       w: hide what lies w or more positions before the query. (left, right): show so many positions before
                   the query, its own, and so many after it; None or -1 shows all. So w is (w - 1, None). A causal query
-                  sees nothing after it in any window. Positions, here and in ALiBi, are places in the sequence.
+                  sees nothing after it: causal=True with right > 0 is refused, and where a `causal` tensor says True,
+                  `right` counts for nothing. Positions, here and in ALiBi, are places in the sequence.
     sinks:        logits that take part in the softmax, and in the LSE, and carry no value.
     tree_mask:    tree_mask[t, j]: may query t see the j-th new token of its own sequence? It replaces causality among
                   the new tokens.

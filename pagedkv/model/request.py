@@ -118,6 +118,8 @@ class Completion:
     """Characters of `text` that the listener got."""
     is_reported: bool = field(default=False, repr=False)
     """Whether the listener, and the caller of `step`, know that the completion has finished."""
+    was_told: bool = field(default=False, repr=False)
+    """Whether the listener was interrupted when it was told of the end. It is told once more."""
     _ends: list[tuple[str, str]] = field(default_factory=list, init=False, repr=False)
     """The reason and the error of each call of `end`. The first holds."""
 

@@ -66,6 +66,12 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         "batch.cu_seqlens_q is int32 [2]; it must be int32 [B + 1 = 3]",
     ),
     (batch(rows=torch.zeros(3, dtype=INT32)), "batch.rows is int32 [3]; it must be int32 [B=2]"),
+    (batch(seq_lens=[40, 4]), "batch.seq_lens is [40, 4]; it must be a tensor"),
+    *(
+        (batch(**{name: bound}), f"batch.{name} is {bound!r}; give an int of the host")
+        for name in ("max_seqlen_q", "max_seqlen_k")
+        for bound in (None, 4.0, "4")
+    ),
     (
         batch(block_table=torch.zeros(1, 4, dtype=INT32)),
         "batch.block_table is int32 [1, 4]; it must be int32 [A >= B=2, P] (or give batch.rows)",

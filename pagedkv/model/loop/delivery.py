@@ -205,3 +205,8 @@ class Delivery:
                 one.end("error", f"the listener raised {described(error)}")
             if not completion.is_reported:  # the listener may have cancelled
                 deque(starmap(call, end), maxlen=0)
+        except BaseException:  # an interrupt, or the listener's own SystemExit: it is told of the end once more
+            if is_end and completion.was_told and not completion.is_reported:
+                deque(starmap(call, end), maxlen=0)
+            completion.was_told = is_end
+            raise

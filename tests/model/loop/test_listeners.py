@@ -55,3 +55,28 @@ def test_an_interrupted_listener_costs_no_caller_an_end(checkpoint: Callable[[st
     assert engine.step() == request.completions
     assert engine.step() == []
     assert idle(engine)
+
+
+@pytest.mark.parametrize("interrupt", [SystemExit, KeyboardInterrupt])
+def test_a_listener_that_is_interrupted_at_each_call_is_told_of_its_end_twice(
+    interrupt: type[BaseException], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    engine, ends = build(checkpoint("llama")), list[str]()
+
+    def leave(completion: Completion, text: str) -> None:
+        ends.append(completion.finish_reason)
+        raise interrupt
+
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    leaving, other = engine.submit(prompt_of(12), params, on_text=leave), engine.submit(prompt_of(12), params)
+    finished, raised = list[object](), 0
+    for _ in range(12):
+        try:
+            finished += engine.step()
+        except interrupt:
+            raised += 1
+    assert idle(engine)
+    assert finished == leaving.completions + other.completions
+    assert ends == ["", "", "length", "length"]
+    assert raised == len(ends)
+    assert [len(one.token_ids) for one in leaving.completions + other.completions] == [3, 3]
