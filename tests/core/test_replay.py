@@ -155,7 +155,7 @@ def test_what_a_pool_lacks_and_its_tier_has_is_matched() -> None:
     assert (both["matched"], both["loaded"], both["tier_frames"]) == (3, 3, 6)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_a_pool_over_a_tier_finds_as_much_as_lists_say(seed: int) -> None:
     requests = random_trace(seed, requests=60, blocks=4)
     for size, below in ((12, 200), (30, 400)):  # no page leaves the tier

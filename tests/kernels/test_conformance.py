@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.cases import GRID, LARGE, SMALL, Built, Case
+from tests.kernels.conftest import RUNNERS
 from tests.kernels.oracle import State, allowed_error, oracle, same_precision
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def right(case: Case) -> tuple[Built, State, State]:
     return built, oracle(built), same_precision(built)
 
 
+@pytest.mark.parametrize("runner", RUNNERS, indirect=True)  # all of them for a case, then the next: see `right`
 @pytest.mark.parametrize(
     "case", [*SMALL, *GRID, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str
 )

@@ -39,7 +39,7 @@ def test_a_picture_and_its_text_are_those_of_its_facts(name):
     assert script.with_text(page, name, module.text(facts)) == page
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "serving")) for name in NAMES])
 def test_a_run_of_today_is_the_one_in_the_picture(name, monkeypatch):
     if name == "serving":
         pytest.importorskip("uvicorn", reason="the serve extra is not installed")

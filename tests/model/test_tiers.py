@@ -265,7 +265,7 @@ def test_each_prompt_that_may_be_admitted_is_fetched(checkpoint: Callable[[str],
 
 
 def test_frames_of_a_fetch_go_to_a_sequence_that_lacks_them(checkpoint: Callable[[str], Checkpoint]) -> None:
-    tier = HostTier("4MiB", limit=4000)  # bytes a second: a fetch takes minutes
+    tier = HostTier("4MiB", limit=20_000)  # bytes a second: a fetch takes longer than the steps of another prompt
     engine = build(checkpoint("llama"), num_frames=20, tiers=[tier])
     engine.generate([prompt_of(100)], SamplingParams(max_tokens=1))
     engine.cache.evict(40)

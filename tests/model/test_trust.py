@@ -145,7 +145,7 @@ def test_an_interrupt_at_some_instructions_of_a_step_loses_nothing(
         return engine, requests
 
     total = count_instructions(begun()[0].step)
-    for at in range(1, total + 1, total // 8):
+    for at in range(1, total + 1, total // 4):
         engine, requests = begun()
         interrupt_and_compare(engine, requests, undisturbed, at)
 
@@ -473,7 +473,7 @@ def test_an_interrupted_cancel_loses_no_other_request(
 
     engine, doomed, _ = begun()
     total = count_instructions(lambda: engine.cancel(doomed))
-    for at in range(1, total + 1, total // 8):
+    for at in range(1, total + 1, total // 4):
         engine, doomed, got = begun()
         with contextlib.suppress(KeyboardInterrupt):
             Interrupter(at).run(lambda engine=engine, doomed=doomed: engine.cancel(doomed))

@@ -147,7 +147,7 @@ OF_EVENTS = ("events", "snapshot", "page changes")
 
 
 @pytest.mark.parametrize("kind", MANAGERS)
-@pytest.mark.parametrize("at_most", [12, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("at_most", [5, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(
     call: str, kind: str, at_most: int, monkeypatch: pytest.MonkeyPatch
@@ -156,7 +156,7 @@ def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(
         pytest.skip("the same code")
     if kind != "observed" and call in OF_EVENTS:
         pytest.skip("this manager keeps no events")
-    if kind != "observed" or at_most > 12:  # at level 3 nine of ten instructions are those of check(), which only reads
+    if kind != "observed" or at_most > 5:  # at level 3 nine of ten instructions are those of check(), which only reads
         monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     CALLS[call](Engine.new(kind))  # compiles what is not compiled yet
     gc.collect()

@@ -44,14 +44,14 @@ def test_runs_stay_long_while_sequences_come_and_go() -> None:
     mm = MemoryManager(num_frames=8192, block_size=1, prefix_cache=False)
     spaces: list[AddressSpace] = []
     means = []
-    for step in range(500):
+    for step in range(301):
         while len(spaces) < 48:
             spaces.append(mm.open())
             grow(mm, spaces[-1:], int(rng.integers(1, 80)))
         grow(mm, spaces)
         for leaver in sorted(rng.choice(48, rng.integers(0, 3), replace=False), reverse=True):
             spaces.pop(leaver).release()
-        if step > 300 and step % 50 == 0:
+        if step > 100 and step % 50 == 0:
             means.append(mm.mean_run())
     assert min(means) > 32
     mm.check()

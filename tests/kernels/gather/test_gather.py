@@ -174,7 +174,13 @@ def test_a_product_is_rounded_once_however_small_or_large(kv: str, backend: str)
             assert torch.equal(*bits)
 
 
-@pytest.mark.parametrize("kv", ["", "int8/token_head", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int4/tensor"])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        "", "int8/token_head",
+        *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int4/tensor")),
+    ],
+)  # fmt: skip
 def test_results_larger_than_a_cache_are_the_same(kv: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's kernels store them past the caches, and cut them for their threads."""
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "3")

@@ -108,7 +108,13 @@ SAMPLE = (
 )
 
 
-@pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "fp8_e5m2/tensor", "int8/token_head", "int4/tensor"])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        "fp8_e4m3/token_head", "int4/tensor",
+        *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("", "fp8_e5m2/tensor", "int8/token_head")),
+    ],
+)  # fmt: skip
 def test_a_gather_is_what_the_pages_hold(kv: str) -> None:
     test_gather.test_a_gather_is_what_the_pages_hold(kv, "HND", INTERPRETER)
 

@@ -251,7 +251,7 @@ def test_an_interrupt_loses_no_token_and_repeats_no_retry(
     total = count_instructions(engine.step)
     engine.run()
     expected = outputs([request])
-    for at in range(1, total + 1, total // 14):
+    for at in range(1, total + 1, total // 5):
         engine, request = begun()
         with contextlib.suppress(KeyboardInterrupt):
             Interrupter(at).run(engine.step)

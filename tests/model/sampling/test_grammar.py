@@ -227,7 +227,7 @@ def test_interrupted_requests_go_on_in_their_grammars(
         return engine, requests
 
     total = count_instructions(begun()[0].step)
-    for at in range(1, total + 1, total // 8):
+    for at in range(1, total + 1, total // 4):
         engine, got = begun()
         with contextlib.suppress(KeyboardInterrupt):
             Interrupter(at).run(engine.step)

@@ -200,7 +200,7 @@ def test_an_interrupt_at_some_instructions_of_a_step_loses_no_beam(
         return engine, requests
 
     total = count_instructions(begun()[0].step)
-    for at in range(1, total + 1, total // 8):
+    for at in range(1, total + 1, total // 4):
         interrupt_and_compare(*begun(), alone, at)
 
 
