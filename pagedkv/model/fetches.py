@@ -64,13 +64,12 @@ def release(sequence: SequenceState) -> None:
 
 
 def take_back(cache: PagedKVCache) -> bool:
-    """End all fetches, as a sequence lacks their frames. Return whether some frames came back within a moment.
+    """End the fetch that began last, as a sequence lacks frames. Return whether its frames came back within a moment.
 
     Pages that were held came back before: `PagedKVCache.plan` takes them. A tier that hangs keeps the frames that it
     may write into; `PagedKVCache.commit` gives them back later.
     """
-    before = cache.tiers.num_fetches
-    return before > 0 and (cache.tiers.abandon(WAIT) or cache.tiers.num_fetches < before)
+    return cache.tiers.num_fetches > 0 and cache.tiers.abandon(WAIT)
 
 
 def wait(waiting: Iterable[SequenceState]) -> bool:

@@ -121,14 +121,18 @@ class Mover:
                 self._running.remove(task)
 
     def _take(self) -> Task | None:
-        """Return the next task, which counts as running from now on; None if none is queued."""
+        """Return the next task, which counts as running from now on; None if none is queued.
+
+        A task that is cancelled comes first: it takes no time, and its owner waits for its frames.
+        """
         with self._lock:
             for queue in (self._urgent, self._other):
                 with suppress(IndexError):
-                    task = queue[0]
+                    waiting = queue.copy()  # the owner may append meanwhile
+                    task = next((task for task in waiting if task.is_cancelled()), waiting[0])
                     self._running.append(task)  # before it leaves the queue: `num_pages` must miss no task
-                    with suppress(IndexError):  # `close` has dropped it meanwhile: it began before
-                        queue.popleft()
+                    with suppress(ValueError):  # `close` has dropped it meanwhile: it began before
+                        queue.remove(task)
                     return task
         return None
 

@@ -285,12 +285,25 @@ class TierStack(ThreadGuard):
         for level in self._levels:
             level.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
 
-    def abandon(self, timeout: float = DEADLINE) -> bool:
-        """End all fetches, and wait until no tier writes into their frames. Pages that have arrived stay.
+    @exclusive
+    def abandon(self, timeout: float) -> bool:
+        """End the fetch that began last, of those whose end was not asked for. Pages that have arrived stay.
 
-        timeout: the most seconds to wait. Return whether all frames were given back; `pump` gives others back later.
+        timeout: the most seconds to wait. Return whether a fetch gave its frames back; `pump` gives others back later.
         """
-        return self._end_fetches(time.monotonic() + timeout)
+        fetches = [] if self._loader is None else self._loader.fetches
+        before, until = len(fetches), time.monotonic() + timeout
+        newest = next((fetch for fetch in reversed(fetches) if not fetch.is_given_up), None)
+        if newest is not None:
+            newest.give_up()
+        while self._loader is not None and before:
+            self._loader.poll()
+            if len(self._loader.fetches) < before:
+                return True
+            if time.monotonic() >= until:
+                break
+            time.sleep(PAUSE)
+        return False
 
     @exclusive
     def _end_fetches(self, until: float) -> bool:

@@ -277,6 +277,38 @@ def test_frames_of_a_fetch_go_to_a_sequence_that_lacks_them(checkpoint: Callable
     tier._mover.close(1, finish=False)
 
 
+class Patient(Slow):
+    """A tier whose loads wait for `may_load`, or until they are cancelled."""
+
+    num_threads = 8
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        while not self.may_load.wait(0.001):
+            if moves[0].job.is_cancelled:
+                raise OSError(125, "ECANCELED")
+        super()._load(moves)
+
+
+def test_a_sequence_that_lacks_a_frame_takes_those_of_the_last_fetch(checkpoint: Callable[[str], Checkpoint]) -> None:
+    tier = Patient("4MiB")
+    engine = engine_that_evicted(checkpoint("llama"), 100, 101, tier=tier)
+    long = engine.submit(prompt_of(60, seed=5), SamplingParams(max_tokens=80, ignore_eos=True))
+    engine.step()
+    first, last = (engine.submit(prompt_of(length), PARAMS) for length in (100, 101))
+    engine.step()
+    assert engine.cache.tiers.num_fetches == 2  # 12 frames; the pool has 8 for the 9 pages of `long`
+    while not long.finished:
+        engine.step()
+    assert engine.cache.tiers.num_fetches == 1
+    tier.may_load.set()
+    engine.run()
+    assert first.completions[0].cached_tokens == 96
+    assert last.finished
+    engine.cache.tiers.quiesce()
+    assert idle(engine)
+    engine.close()
+
+
 class Broken(HostTier):
     """A host tier whose loads fail."""
 

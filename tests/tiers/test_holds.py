@@ -123,7 +123,7 @@ def turn(world: World, verb: str, ids: list[int], count: int, hold: bool) -> tup
 ENDS: dict[str, Callable[[World], object]] = {
     "forget": lambda world: world.cache.forget(),
     "resize": lambda world: world.cache.resize(7),
-    "abandon": lambda world: world.cache.tiers.abandon(),
+    "quiesce": lambda world: world.cache.tiers.quiesce(),
     "release_holds": lambda world: world.cache.tiers.release_holds(),
     "close": lambda world: world.cache.tiers.close(),
 }

@@ -12,14 +12,17 @@ from pagedkv.tiers.mover import Mover, Task
 from tests.interrupts import Interrupter, count_instructions
 
 
-def _task(pages: int, ran: list[int] | None = None, gate: threading.Event | None = None, *, urgent: bool) -> Task:
+def _task(
+    pages: int, ran: list[int] | None = None, gate: threading.Event | None = None, *, urgent: bool,
+    cancelled: bool = False,
+) -> Task:  # fmt: skip
     def run() -> None:
         if gate is not None:
             gate.wait(20)
         if ran is not None:
             ran.append(pages)
 
-    return Task(run, pages, pages, urgent, lambda: False)
+    return Task(run, pages, pages, urgent, lambda: cancelled)
 
 
 def test_loads_run_before_stores_and_pages_are_counted_until_they_end() -> None:
@@ -34,6 +37,19 @@ def test_loads_run_before_stores_and_pages_are_counted_until_they_end() -> None:
     gate.set()
     assert mover.drain(20)
     assert (ran, mover.num_pages) == ([1, 8, 16, 2, 4], 0)
+    assert mover.close(20)
+
+
+def test_a_task_that_is_cancelled_keeps_its_owner_waiting_for_no_other() -> None:
+    mover, gate, ran = Mover("test", 1), threading.Event(), list[int]()
+    mover.put(_task(1, ran, gate, urgent=True))
+    while not mover._running:
+        time.sleep(0.001)
+    for pages, cancelled in ((2, False), (4, True), (8, False), (16, True)):
+        mover.put(_task(pages, ran, urgent=True, cancelled=cancelled))
+    gate.set()
+    assert mover.drain(20)
+    assert ran == [1, 4, 16, 2, 8]
     assert mover.close(20)
 
 
