@@ -160,7 +160,7 @@ class Events:
         if completion.request.search is not None and not life.is_searching:
             life.is_searching = True
             self._new.append(Event("searched", now, now, life.request, life.sample))
-        is_first = not life.num_tokens
+        is_first = not (life.num_tokens or life.num_rejected)
         self._note_tokens(completion, life, now)
         if rejected := len(chunk.drafts) - num_accepted:
             self._new.append(Event("rolled_back", now, now, life.request, life.sample, rejected))

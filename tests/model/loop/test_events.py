@@ -119,6 +119,23 @@ def test_candidates_of_which_few_are_chosen_keep_their_numbers(max_tokens: int, 
     assert not engine.events._numbers
 
 
+def test_a_sample_that_has_ended_is_not_forked_again_by_a_retry():
+    engine, tries = recorded(Engine.load(num_frames=64)), [0]
+
+    def rejects_the_first_sample_once(completion):
+        tries[0] += completion.index == 0
+        return completion.index > 0 or tries[0] > 1
+
+    params = SamplingParams(
+        temperature=5, seed=1, max_tokens=5, validator=rejects_the_first_sample_once, max_retries=3, ignore_eos=True
+    )
+    (request,) = engine.generate([PAGE + QUESTIONS[0]], params, num_samples=2)
+    found = lives(engine)
+    assert_whole(found[0, 1], request, 1)
+    assert kinds(found[0, 0]).count("rejected") == 1
+    assert not engine.events._lives
+
+
 def test_preempted_lives_are_told_and_all_outputs_stay_the_same():
     prompts = [f"{PAGE} {question}" for question in QUESTIONS]
     params = SamplingParams(max_tokens=60, ignore_eos=True)
