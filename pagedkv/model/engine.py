@@ -192,7 +192,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         """
         params = SamplingParams() if params is None else params
         ids = prompt_ids(prompt, self.tokenizer)
-        num_samples = whole(num_samples, "num_samples", 1, self.scheduler.limits.max_sequences + 1)
+        num_samples = whole(num_samples, "num_samples", 1)
         check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
         check_listener(on_text)
         check_follows(follows)
