@@ -30,6 +30,7 @@ import torch
 from pagedkv import debug
 from pagedkv.cache import sizes, snapshots
 from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
+from pagedkv.cache.devices import device_of
 from pagedkv.cache.fixed import FixedBatch
 from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
@@ -105,7 +106,7 @@ class PagedKVCache(Unique):
         self.specs: tuple[KVSpec, ...] = specs_of(spec)
         self.layer_groups: tuple[int, ...] = groups_of_layers(self.specs, layer_groups)
         self.spec: KVSpec = self.specs[0]
-        self.device: torch.device = _device(device)
+        self.device: torch.device = device_of(device)
         frames, self._limit = sizes.pool_sizes(self.specs, num_frames, memory, self.device)
         self._has_size = num_frames is not None or memory is not None
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
@@ -575,16 +576,6 @@ def _refuse_other_groups(groups: Sequence[Group], specs: Sequence[KVSpec]) -> No
             f"groups have windows {windows} with (keep, sinks) {kept}, their specs {spec_windows} and {spec_kept}; "
             "give each Group the window, the keep and the sinks of its KVSpec"
         )
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidRequest(
-            f"device is {device!r}, which torch does not know ({reason}); give 'cpu' or 'cuda'"
-        ) from None
 
 
 def _plan_of(batch: PlannedBatch, verb: str) -> Plan:

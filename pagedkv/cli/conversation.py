@@ -157,7 +157,8 @@ class Conversation:
         if self._last is not None:
             spent, turns = self._last.latency_to_outcome, self._last.request.turn + 1
             computing = f"{spent.prefill_s:.1f} s of prefill, {spent.decode_s:.1f} s of decode"
-            self.say(f"{turns:,} turns: {computing}, {spent.tool_wait_s:.1f} s between the turns")
+            named = f"{turns:,} {'turn' if turns == 1 else 'turns'}"
+            self.say(f"{named}: {computing}, {spent.tool_wait_s:.1f} s between the turns")
 
     def turn(self, text: str, ctrl_c: CtrlC) -> None:
         """Answer a message. If that fails, the history is as before."""

@@ -114,6 +114,9 @@ def _phases(life: list[Event], last: float) -> Iterator[tuple[str, float, float,
     preempted: float | None = None
     is_output = False
     for event in life:
+        if event.kind == "finished" and preempted is not None:
+            yield "preempted", preempted, event.at, {}
+            preempted = None
         if event.kind == "preempted":
             preempted = event.at
         elif event.kind == "queued":

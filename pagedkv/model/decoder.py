@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Unpack
 import torch
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.cache.devices import device_of
 from pagedkv.checkpoint.config import ModelConfig
 from pagedkv.checkpoint.share import WHOLE, Share
 from pagedkv.checkpoint.weights import Weights, load_weights
@@ -131,7 +132,7 @@ class Decoder:
         if dtype is not None and dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {dtype!r}; it must be None or one of {', '.join(DTYPES)}")
         config = ModelConfig.load(folder)
-        computed_in, where = DTYPES[dtype or config.dtype], torch.device(device)
+        computed_in, where = DTYPES[dtype or config.dtype], device_of(device)
         share = WHOLE if ranks is None else Share(ranks.rank, ranks.size)
         own = config.share(share.size)
         loaded = load_weights(folder, config, dtype=computed_in, device=where, kind=weights, share=share)

@@ -49,6 +49,8 @@ from pagedkv.model.loop.checks import (
     check_request,
     check_search,
     deadline_of,
+    limits_of,
+    params_of_each,
     prompt_ids,
 )
 from pagedkv.model.loop.delivery import Delivery
@@ -103,7 +105,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         self.speculation: Speculation | None = None if drafter is None else Speculation(drafter, decoder.config)
         self.scheduler: Scheduler = Scheduler(
             cache,
-            limits or Limits(),
+            limits_of(limits),
             self.forward.plan,
             speculation=self.speculation,
             preemption=preemption_of(preemption),
@@ -190,7 +192,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         """
         params = SamplingParams() if params is None else params
         ids = prompt_ids(prompt, self.tokenizer)
-        num_samples = whole(num_samples, "num_samples", 1, self.scheduler.limits.max_sequences + 1)
+        num_samples = whole(num_samples, "num_samples", 1)
         check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
         check_listener(on_text)
         check_follows(follows)
@@ -234,14 +236,9 @@ class Engine(ThreadGuard, fetches.OverTiers):
         options: options of `submit`, the same for each prompt.
         Raises: as `submit` and `step`; all prompts are cancelled.
         """
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequest(
-                f"there are {len(prompts)} prompts and {len(each)} params; give one for all prompts, or one for each"
-            )
         requests: list[Request] = []
         try:
-            for prompt, prompt_params in zip(prompts, each, strict=True):
+            for prompt, prompt_params in params_of_each(prompts, params):
                 requests.append(self.submit(prompt, prompt_params, **options))
             self.run()
         except BaseException:

@@ -115,15 +115,19 @@ class Grammar:
         return twin
 
     def follow(self, tokens: list[int]) -> Grammar:
-        """Take the new tokens of a sequence, or take back those that it lost. Returns: this grammar"""
+        """Take the new tokens of a sequence, or take back those that it lost. Returns: this grammar
+
+        Tokens behind the end of a text, as drafts may be, are not taken: the library would fail for good.
+        """
         self.truncate(len(tokens))
-        if len(tokens) > self._num_followed:
-            self._matcher.consume_tokens(tokens[self._num_followed :])
-            self._num_followed = len(tokens)
+        while self._num_followed < len(tokens) and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(tokens[self._num_followed : self._num_followed + 1])
+            self._num_followed += 1
         return self
 
     def truncate(self, length: int) -> None:
-        """Take back the tokens behind the first `length`."""
+        """Take back the tokens behind the first `length`; those of the prompt were not taken."""
+        length = max(length, self._first)
         if length < self._num_followed:
             self._matcher.rollback(self._num_followed - length)
             self._num_followed = length

@@ -177,15 +177,18 @@ class LogitsRules:
 
 def _processed(processor: LogitsProcessor, tokens: list[int], z: Tensor) -> Tensor:
     """Return what a request's own function makes of a row. Raises: InvalidRequest"""
+    shape, device = z.shape, z.device  # it may change those of z, which it may edit
     try:
         given = processor(list(tokens), z)
     except Exception as error:
         raise InvalidRequest(f"the logits processor raised {described(error)}") from error
     if not isinstance(given, torch.Tensor):
         raise InvalidRequest(f"the logits processor returned {type(given).__name__}; it must return a tensor of logits")
-    if given.shape != z.shape or not given.is_floating_point() or given.device != z.device:
+    is_usable = given.is_floating_point() and given.layout is torch.strided
+    if given.shape != shape or not is_usable or given.device != device:
+        kind = "" if given.layout is torch.strided else f"{str(given.layout).removeprefix('torch.')} "
         raise InvalidRequest(
-            f"the logits processor returned {str(given.dtype).removeprefix('torch.')} {list(given.shape)} on "
-            f"{given.device}; it must return float32 {list(z.shape)} on {z.device}"
+            f"the logits processor returned {kind}{str(given.dtype).removeprefix('torch.')} {list(given.shape)} on "
+            f"{given.device}; it must return float32 {list(shape)} on {device}"
         )
-    return given if given is z else given.detach().to(torch.float32, copy=True)
+    return given.detach().to(torch.float32, copy=given is not z)

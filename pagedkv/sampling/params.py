@@ -172,7 +172,10 @@ class SamplingParams:
         # beyond, length ** length_penalty may be no number
         penalty_holds = _is_number(self.length_penalty) and -10 <= self.length_penalty <= 10
         self._demand("length_penalty", penalty_holds, "between -10 and 10")
-        self._demand("early_stopping", self.early_stopping in (True, False, "never"), 'true, false or "never"')
+        stopping_holds = isinstance(self.early_stopping, bool) or (
+            isinstance(self.early_stopping, str) and self.early_stopping == "never"
+        )
+        self._demand("early_stopping", stopping_holds, 'true, false or "never"')
         if self.num_beams > 1:
             defaults = SamplingParams()
             for name in ("best_of", "temperature", "stop", "min_tokens", "logprobs", "validator", *EDITS, *GRAMMARS):

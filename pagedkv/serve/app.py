@@ -254,7 +254,7 @@ def _param(error: Exception) -> str | None:
 
 def _room(engine: Engine, num_prompt: int) -> int:
     """Return the most tokens that model and pool hold behind a prompt, at least 1: `Engine.submit` has the words."""
-    cache, at_once = engine.cache, engine.scheduler.limits.max_batch_tokens
+    cache, at_once = engine.cache, engine.scheduler.limits.chunk
     most = engine.decoder.config.max_position_embeddings - num_prompt
 
     def exceeds(num_output: int) -> bool:

@@ -237,8 +237,11 @@ class AsyncEngine:
             self.engine.cancel(request)  # marks its completions first, whatever it raises then
 
     def _hear(self, box: _Mailbox, prompt: int, completion: Completion, _: str) -> None:
-        """Note that a completion has more text or ended: the listener of every request."""
-        news = _News(prompt, len(completion.text), len(completion.token_ids), completion.finish_reason)
+        """Note that a completion has more text or ended: the listener of every request.
+
+        `text` may hold more than a listener may see: an output that no validator has accepted.
+        """
+        news = _News(prompt, completion.num_sent, len(completion.token_ids), completion.finish_reason)
         box.note(completion, news)
         self._woken.add(box)
 

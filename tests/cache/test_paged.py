@@ -419,6 +419,8 @@ def test_impossible_sizes_and_kernels_are_refused() -> None:
     for device in ("foo", 1.5, None):
         with pytest.raises(InvalidRequest, match=f"device is {device!r}.*give 'cpu' or 'cuda'"):
             PagedKVCache(SPEC, num_frames=1, device=device)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=f"device is 'cuda:99'; torch finds {torch.cuda.device_count()} GPUs here"):
+        PagedKVCache(SPEC, num_frames=1, device="cuda:99")
     for spec in (None, 3, [], [SPEC, None]):
         with pytest.raises(InvalidRequest, match="spec is .*; give a KVSpec"):
             PagedKVCache(spec, num_frames=1)  # type: ignore[arg-type]

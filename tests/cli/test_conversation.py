@@ -88,6 +88,7 @@ def test_a_turn_computes_only_what_is_new(talk, block_size):
 def test_the_end_tells_where_the_time_of_the_turns_went(talk):
     *_, last = talk(QUESTIONS[:3]).err.strip().splitlines()
     assert re.fullmatch(r"3 turns: [\d.]+ s of prefill, [\d.]+ s of decode, [\d.]+ s between the turns", last)
+    assert "1 turn: " in talk(QUESTIONS[:1]).err
     assert "turns:" not in talk([]).err
 
 

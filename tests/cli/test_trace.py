@@ -135,6 +135,16 @@ def test_a_life_without_an_end_is_drawn_to_the_last_event():
     assert seconds == [("queued", 0, 1), ("prefill", 1, 2), ("preempted", 3, 5), ("decode", 2, 5), ("chunk", 1, 2)]
 
 
+def test_a_life_that_ends_while_it_is_preempted_is_drawn_to_its_end():
+    life = [Event("queued", 0.0, 0.0, 0), Event("admitted", 1.0, 1.0, 0), Event("chunk", 1.0, 2.0, 0)]
+    life += [Event("preempted", 3.0, 3.0, 0), Event("finished", 5.0, 5.0, 0, 0, 0, "cancelled")]
+    found = trace_events([*life, Event("step", 8.0, 9.0)])
+    assert_nested(slices(found))
+    assert [(name, end / 1e9) for name, _, end in slices(found)] == [
+        ("queued", 1.0), ("preempted", 5.0), ("prefill", 5.0), ("chunk", 2.0),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("path", ["no/such/folder/t.json", ".", "/dev/full"])
 def test_a_file_that_cannot_be_written_is_one_line(command, path):
     status, _, err = command("generate", "--prompt", OTTO, "--json", "--trace", path)

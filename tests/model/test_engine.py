@@ -401,6 +401,10 @@ BAD = {
     "the model ends at 512": lambda e: e.submit([1] * 512),
     "num_samples is 0": lambda e: e.submit([1], num_samples=0),
     "2 prompts and 1 params": lambda e: e.generate([[1], [2]], [SamplingParams()]),
+    "one text was given; give": lambda e: e.generate("w1 w2"),
+    "limits is 3; give Limits": lambda e: Engine(e.decoder, e.tokenizer, e.cache, limits=3),  # type: ignore[arg-type]
+    "device is 'cuda:99'; torch finds": lambda e: Engine.load(device="cuda:99"),
+    "device is 'toaster', which torch does not know": lambda e: Engine.load(device="toaster"),
 }
 
 

@@ -40,6 +40,12 @@ REFUSED = {
         "max_tokens",
     ),
     "no max_tokens": (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens is 0; it must be an integer", "max_tokens"),
+    "no completion tokens": (
+        CHAT,
+        {"messages": USER, "max_completion_tokens": 0},
+        "max_completion_tokens is 0: Input should be greater",
+        "max_completion_tokens",
+    ),
     "too many tokens": (TEXT, {"prompt": "a", "max_tokens": 10**9}, "raise num_frames or memory, or lower max", None),
     "NaN": (TEXT, b'{"prompt": "a", "temperature": NaN}', "temperature is nan: Input should be", "temperature"),
     "true as a number": (TEXT, {"prompt": "a", "n": True}, "n is True: Input should be a valid integer", "n"),

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'pagedkv[serve]'")
 
 from pagedkv.checkpoint.tokenizer import Tokenizer
-from pagedkv.model import Engine
+from pagedkv.model import Engine, Limits
 from pagedkv.serve import AsyncEngine, app
 from pagedkv.serve.app import Routes, Service
-from pagedkv.serve.bodies import CompletionBody, read
+from pagedkv.serve.bodies import ChatBody, CompletionBody, read
 
 from ..model.sampling.test_grammar import byte_tokenizer
 from .server import ANSWER, ASKED, FACTS
@@ -117,6 +117,19 @@ def test_a_priority_reaches_the_scheduler(engine: Engine, monkeypatch: pytest.Mo
 
     during(engine, story)
     assert seen == [-3, 0, 0]
+
+
+def test_under_a_window_a_chat_has_all_tokens_that_fit_in_chunks() -> None:
+    engine = Engine.load(num_frames=20, window=64, limits=Limits(prefill_chunk=32))
+    asked = {"messages": [{"role": "user", "content": FACTS * 40 + ASKED}], "ignore_eos": True}
+
+    async def story(routes: Routes, _: AsyncEngine) -> Any:
+        noted = routes._prepared(ChatBody, await Sent(asked).body())
+        return noted[1][0], noted[2]
+
+    prompt, params = during(engine, story)
+    assert len(prompt) > 20 * 16, "more than the pool holds at once"
+    assert params.max_tokens == engine.decoder.config.max_position_embeddings - len(prompt)
 
 
 def test_bodies_are_parsed_beside_the_event_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

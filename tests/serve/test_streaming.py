@@ -85,6 +85,18 @@ def test_the_pieces_of_a_stream_are_the_text_and_the_tokens_of_generate(engine: 
         assert counts[-1] == len(sample.token_ids)
 
 
+@pytest.mark.parametrize("timeout", [None, 0.5])
+def test_a_stream_has_no_text_that_no_validator_accepted(engine: Engine, timeout: float | None) -> None:
+    params = SamplingParams(max_tokens=10 if timeout is None else 2000, ignore_eos=True, validator=lambda _: "no")
+
+    async def story(served: AsyncEngine) -> list[Piece]:
+        return [piece async for piece in served.stream(ASKED[0], params, timeout=timeout)]
+
+    (piece,) = running(engine, story)
+    assert (piece.text, piece.finish_reason) == ("", "error")
+    assert piece.completion.text
+
+
 def test_fifty_streams_have_each_their_own_text(engine: Engine) -> None:
     prompts = [f"{FACTS * (n % 3)}{ASKED[n % 2]}" for n in range(50)]
     params = [SamplingParams(max_tokens=20, temperature=0.8, seed=n) for n in range(50)]

@@ -225,6 +225,18 @@ def _prompt_of(values: Any, where: str, **fields: Any) -> Prompt:
         if not given:
             raise InvalidRequest(f"{where} has an empty prompt; give at least one character")
         return _prompt(given, where, options=values, **fields)
-    if not given or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in given):
-        raise InvalidRequest(f'{where}: messages are objects with a "role" and a "content"; give at least one')
+    if not given or not all(map(_is_message, given)):
+        raise InvalidRequest(
+            f'{where}: messages are objects with a "role" and a "content" (a text, or a list of parts, which are '
+            "objects); give at least one"
+        )
     return Prompt("", where, messages=tuple(given), options=values, **fields)
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether a value is a message: a template would read a content that is not there as an empty text."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    parts = content if isinstance(content, list) else []
+    return (isinstance(content, str | list) and all(isinstance(part, dict) for part in parts)) or "tool_calls" in value

@@ -13,6 +13,7 @@ import numpy as np
 from pagedkv.core.arguments import real, token_row
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.request import Completion
+from pagedkv.model.scheduler import Limits
 from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from pagedkv.checkpoint.tokenizer import Tokenizer
     from pagedkv.model.decoder import Decoder
     from pagedkv.model.request import OnText, Request
-    from pagedkv.model.scheduler import Limits
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -40,6 +40,30 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if not ids:
         raise InvalidRequest("the prompt is empty; give at least one token")
     return ids
+
+
+def params_of_each(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Return each prompt with its parameters.
+
+    Raises: InvalidRequest for one text in place of a list, or for another number of parameters
+    """
+    if isinstance(prompts, str | bytes):
+        raise InvalidRequest("generate takes a list of prompts, and one text was given; give [text]")
+    each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise InvalidRequest(
+            f"there are {len(prompts)} prompts and {len(each)} params; give one for all prompts, or one for each"
+        )
+    return list(zip(prompts, each, strict=True))
+
+
+def limits_of(limits: Limits | None) -> Limits:
+    """Return the limits of an engine. Raises: InvalidRequest for another object"""
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidRequest(f"limits is {limits!r}; give Limits, such as Limits(max_sequences=8), or None")
+    return limits or Limits()
 
 
 def check_request(

@@ -76,7 +76,8 @@ class Events:
     _events: list[Event] = field(default_factory=list)
     _new: list[Event | tuple[float, float, int, int, int, float | None]] = field(default_factory=list)
     _lives: dict[Completion, _Life] = field(default_factory=dict)
-    _numbers: dict[Request, int] = field(default_factory=dict)
+    _numbers: dict[Request, tuple[int, list[Completion]]] = field(default_factory=dict)
+    """The number of each request, and its completions: of candidates, some are gone when the others are chosen."""
     _count: int = 0
     _preemptions: int = 0
 
@@ -143,8 +144,7 @@ class Events:
             life = self._lives.get(sequence.completion)
             if life is not None and life.is_running:
                 life.is_running = False
-                index = sequence.completion.index
-                self._new.append(Event("preempted", began, began, life.request, index, life.num_tokens))
+                self._new.append(Event("preempted", began, began, life.request, life.sample, life.num_tokens))
 
     def _note_chunk(self, chunk: Chunk, began: float, now: float, num_accepted: int) -> None:
         """Record the tokens that a step computed for a sequence, and those that it got."""
@@ -153,37 +153,38 @@ class Events:
         if not life.is_running:
             life.is_running = True
             found = len(completion.request.prompt_ids) + life.num_tokens - chunk.remaining
-            self._new.append(Event("admitted", began, began, life.request, completion.index, found))
-        self._new.append(Event("chunk", began, now, life.request, completion.index, chunk.num_tokens))
+            self._new.append(Event("admitted", began, began, life.request, life.sample, found))
+        self._new.append(Event("chunk", began, now, life.request, life.sample, chunk.num_tokens))
         if not chunk.is_last:
             return
         if completion.request.search is not None and not life.is_searching:
             life.is_searching = True
-            self._new.append(Event("searched", now, now, life.request, completion.index))
-        is_first = not life.num_tokens
+            self._new.append(Event("searched", now, now, life.request, life.sample))
+        is_first = not (life.num_tokens or life.num_rejected)
         self._note_tokens(completion, life, now)
         if rejected := len(chunk.drafts) - num_accepted:
-            self._new.append(Event("rolled_back", now, now, life.request, completion.index, rejected))
-        if is_first and not completion.index:
-            for sample in completion.request.completions[1:]:
+            self._new.append(Event("rolled_back", now, now, life.request, life.sample, rejected))
+        if is_first and not life.sample:
+            for index, sample in enumerate(self._numbers[completion.request][1]):
                 if sample.token_ids and sample not in self._lives:
-                    self._lives[sample] = forked = _Life(life.request, sample.index, is_running=True)
-                    self._new.append(Event("forked", now, now, life.request, sample.index))
+                    self._lives[sample] = forked = _Life(life.request, index, is_running=True)
+                    self._new.append(Event("forked", now, now, life.request, index))
                     self._note_tokens(sample, forked, now)
 
     def _begin(self, completion: Completion) -> _Life:
         """Record that a completion was queued, and return its life."""
         request = completion.request
         if request not in self._numbers:
-            self._numbers[request], self._count = self._count, self._count + 1
-        life = self._lives[completion] = _Life(self._numbers[request], completion.index)
+            self._numbers[request] = self._count, list(request.completions)
+            self._count += 1
+        life = self._lives[completion] = _Life(self._numbers[request][0], completion.index)
         queued, at = len(request.prompt_ids), request.submitted_at
         self._new.append(Event("queued", at, at, life.request, completion.index, queued))
         return life
 
     def _note_tokens(self, completion: Completion, life: _Life, now: float) -> None:
         """Record the tokens that a completion got in the step."""
-        number, index = life.request, completion.index
+        number, index = life.request, life.sample
         for rejected in completion.rejections[life.num_rejected : completion.request.params.max_retries]:
             unrecorded = rejected.token_ids[life.num_tokens :]
             self._new += [Event("token", now, now, number, index, token) for token in unrecorded]

@@ -69,9 +69,13 @@ class Outcome(NamedTuple):
             if not parent.completion.finish_reason:
                 delivery.take(parent, of_parent, now)
         for sequence, guesses in self.more.items():
+            num_taken = 0
             for guess in guesses:
                 if not (sequence.completion.finish_reason or sequence.ended):
                     delivery.take(sequence, guess.drawn, now)
+                    num_taken += 1
+            if scheduler.speculation is not None:
+                scheduler.speculation.count(len(guesses), num_taken)
         for rejected, fresh in delivery.retries():
             scheduler.retry(rejected, fresh)
         for turn in self.turns:

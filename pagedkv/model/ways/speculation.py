@@ -72,7 +72,8 @@ class Speculation:
 
     drafter:    the source of the drafts
     num_passes: draws from computed logits: one for each sequence and step that gave it a token
-    num_drafts, num_accepted: drafts computed, and those that came true
+    num_drafts, num_accepted: drafts computed, and those that came true; none behind the end of an output came true
+    num_gained: tokens that sequences got behind such drafts, beyond the one of each pass
     """
 
     def __init__(self, drafter: Drafter, config: ModelConfig) -> None:
@@ -92,6 +93,7 @@ class Speculation:
         self.num_passes: int = 0
         self.num_drafts: int = 0
         self.num_accepted: int = 0
+        self.num_gained: int = 0
         self._max_tokens = config.max_position_embeddings
 
     @property
@@ -102,7 +104,7 @@ class Speculation:
     @property
     def tokens_per_pass(self) -> float:
         """Tokens that a pass gave to a sequence, in the mean: 1.0 without any accepted draft."""
-        return 1 + self.num_accepted / self.num_passes if self.num_passes else 1.0
+        return 1 + self.num_gained / self.num_passes if self.num_passes else 1.0
 
     def extend(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         """Return the chunks of a step with drafts behind those of decoding sequences, `budget` tokens in all.
@@ -182,8 +184,15 @@ class Speculation:
         finally:  # `deliver` appends them for good
             for ids, length in lengths:
                 del ids[length:]
-        self.num_accepted += sum(map(len, more.values()))
         return more
+
+    def count(self, num_guesses: int, num_taken: int) -> None:
+        """Count the drafts of a chunk. num_guesses: those that came true. num_taken: tokens taken that followed them.
+
+        If fewer are taken, the output has ended with a draft, and those behind it are worth nothing.
+        """
+        self.num_accepted += min(num_guesses, num_taken + 1)
+        self.num_gained += num_taken
 
     @staticmethod
     def _round(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,42 @@ def test_samples_are_forked_with_their_first_token():
     for sample in range(3):
         assert_whole(found[0, sample], request, sample)
     assert kinds(found[0, 1])[:3] == ["forked", "token", "chunk"]
+
+
+@pytest.mark.parametrize(("max_tokens", "seed"), [(1, 1), (3, 0)])
+def test_candidates_of_which_few_are_chosen_keep_their_numbers(max_tokens: int, seed: int):
+    """The choice is made in the step of the last tokens, before their events."""
+    prompt = f"{PAGE} {QUESTIONS[2]}"
+    params = SamplingParams(max_tokens=max_tokens, temperature=4, seed=seed, ignore_eos=True)
+    (plain,) = Engine.load(num_frames=64).generate([prompt], params, num_samples=4)
+    engine = recorded(Engine.load(num_frames=64, speculate="draft"))
+    (request,) = engine.generate([prompt], replace(params, best_of=4))
+    assert request.completions[0].token_ids != plain.completions[0].token_ids, "another candidate is chosen"
+    found = lives(engine)
+    assert sorted(found) == [(0, index) for index in range(4)]
+    for index, completion in enumerate(plain.completions):
+        life = found[0, index]
+        assert [event.value for event in life if event.kind == "token"] == completion.token_ids
+        assert (kinds(life)[0], kinds(life)[-1]) == ("forked" if index else "queued", "finished")
+    assert engine.events is not None
+    assert not engine.events._numbers
+
+
+def test_a_sample_that_has_ended_is_not_forked_again_by_a_retry():
+    engine, tries = recorded(Engine.load(num_frames=64)), [0]
+
+    def rejects_the_first_sample_once(completion):
+        tries[0] += completion.index == 0
+        return completion.index > 0 or tries[0] > 1
+
+    params = SamplingParams(
+        temperature=5, seed=1, max_tokens=5, validator=rejects_the_first_sample_once, max_retries=3, ignore_eos=True
+    )
+    (request,) = engine.generate([PAGE + QUESTIONS[0]], params, num_samples=2)
+    found = lives(engine)
+    assert_whole(found[0, 1], request, 1)
+    assert kinds(found[0, 0]).count("rejected") == 1
+    assert not engine.events._lives
 
 
 def test_preempted_lives_are_told_and_all_outputs_stay_the_same():

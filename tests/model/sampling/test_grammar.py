@@ -237,6 +237,47 @@ def test_interrupted_requests_go_on_in_their_grammars(
 
 
 @needs_library
+def test_an_end_token_that_is_taken_back_leaves_a_text_complete() -> None:
+    compiled = Grammars(byte_tokenizer()).compiled(SamplingParams(regex="ab"))
+    assert compiled
+    tokens = [7, 7, *byte_tokenizer().encode("ab")]
+    grammar = compiled.start(2).follow([*tokens, END])
+    assert grammar.follow(tokens).is_complete
+    assert not grammar.follow(tokens[:3]).is_complete
+    assert grammar.follow(tokens).is_complete
+
+
+@needs_library
+def test_a_prompt_cannot_be_taken_back() -> None:
+    compiled = Grammars(byte_tokenizer()).compiled(SamplingParams(regex="(ab|c)+"))
+    assert compiled
+    a, b, c = byte_tokenizer().encode("abc")
+    grammar = compiled.start(3).follow([7, 7, 7, a, b])
+    grammar.truncate(1)
+    assert grammar.follow([7, 7, 7, c]).allowed(VOCAB).nonzero().flatten().tolist() == [a, c, END]
+
+
+@needs_library
+def test_a_draft_of_the_end_behind_a_complete_text_changes_nothing(checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(regex="ab|cd", temperature=1.0, seed=1)
+    (plain,) = engine_of(checkpoint("llama")).generate([[5, 6]], params)
+
+    class KnowsTheEnd:
+        num_tokens, vocab_size = 5, None
+
+        def propose(self, sequences: list[Any], most: list[int]) -> list[list[int]]:
+            return [[*plain.completions[0].token_ids, END][one.num_output :] for one in sequences]
+
+        def forget(self, sequence: Any) -> None: ...
+
+        def recover(self) -> None: ...
+
+    (drafted,) = engine_of(checkpoint("llama"), drafter=KnowsTheEnd()).generate([[5, 6]], params)
+    assert len(plain.completions[0].token_ids) == 2
+    assert drafted.completions[0].token_ids == plain.completions[0].token_ids
+
+
+@needs_library
 def test_drafts_follow_the_grammar_and_change_nothing(
     undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
 ) -> None:

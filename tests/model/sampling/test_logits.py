@@ -155,6 +155,9 @@ def fail(*_: object) -> torch.Tensor:
         (lambda *_: 1 // 0, "the logits processor raised ZeroDivisionError: integer division or modulo by zero"),
         (fail, "the logits processor raised Wordless"),
         (lambda *_: None, "the logits processor returned NoneType; it must return a tensor"),
+        (lambda _, z: z.unsqueeze_(0), "returned float32 [1, 12] on cpu; it must return float32 [12] on cpu"),
+        (lambda _, z: z.resize_(0), "returned float32 [0] on cpu; it must return float32 [12] on cpu"),
+        (lambda _, z: z.to_sparse(), "returned sparse_coo float32 [12] on cpu; it must return"),
         (lambda _, z: z[:3], "returned float32 [3] on cpu; it must return float32 [12] on cpu"),
         (lambda _, z: z[None], "returned float32 [1, 12] on cpu"),
         (lambda _, z: z.long(), "returned int64 [12] on cpu"),
@@ -196,6 +199,12 @@ def test_an_interrupt_of_rules_is_no_error_of_a_row() -> None:
     row: Any = SamplingRow(params, params.generator(), SimpleNamespace(apply=interrupt))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         sample(torch.eye(1, V), [row])
+
+
+def test_no_gradient_of_a_processor_reaches_the_draw() -> None:
+    for processor in (lambda _, z: z.requires_grad_(), lambda _, z: z.requires_grad_() * 1.0):
+        params = SamplingParams(temperature=1.0, seed=1, logits_processor=processor)
+        assert not LogitsRules(params, [1], 1).apply(torch.arange(float(V))).requires_grad
 
 
 def test_a_processor_may_compute_in_another_dtype() -> None:

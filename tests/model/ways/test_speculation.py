@@ -152,6 +152,20 @@ def test_a_pass_gives_all_drafts_that_are_right_and_one_more(checkpoint: Callabl
     assert engine.speculation.tokens_per_pass == pytest.approx(26 / 6)
 
 
+def test_drafts_behind_the_end_of_an_output_count_as_nothing(checkpoint: Callable[[str], Checkpoint]) -> None:
+    (plain,) = build(checkpoint("llama")).generate([prompt_of(9)], SamplingParams(max_tokens=26))
+    known = plain.completions[0].token_ids
+    end = next(i for i in range(7, 26) if known[i] not in known[:i])
+    engine = build(checkpoint("llama"), drafter=Oracle(num_tokens=25).learn([plain]))
+    (ended,) = engine.generate([prompt_of(9)], SamplingParams(max_tokens=26, stop_ids=[known[end]]))
+    assert ended.completions[0].token_ids == known[: end + 1]
+    guesses = engine.speculation
+    assert guesses is not None
+    assert (guesses.num_passes, guesses.num_drafts) == (2, 24)
+    assert guesses.num_accepted == end, "the last of them is the token that ends the output"
+    assert guesses.tokens_per_pass * guesses.num_passes == end + 1
+
+
 def test_beams_are_no_passes_of_speculation(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("llama"), drafter=Oracle())
     engine.generate([prompt_of(9)], SamplingParams(max_tokens=5, num_beams=2))
