@@ -67,9 +67,14 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) \
 		-r tests/integrations/vllm/host/requirements.txt
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation .
+	@[ -d $(VENV)-vllm/vllm-$(VLLM) ] || VLLM_VERSION_OVERRIDE=$(VLLM) VLLM_TARGET_DEVICE=empty \
+		$(VENV)-vllm/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-build-isolation \
+		--no-binary vllm --dest $(VENV)-vllm vllm==$(VLLM)
+	@[ -d $(VENV)-vllm/vllm-$(VLLM) ] || tar -xzf $(VENV)-vllm/vllm-$(VLLM).tar.gz -C $(VENV)-vllm vllm-$(VLLM)/tests
 	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples pyproject.toml $(VENV)-vllm/run
 	@$(VENV)-vllm/bin/python -c 'import vllm'
-	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
+	@cd $(VENV)-vllm/run && VLLM_SOURCES=../vllm-$(VLLM) ../bin/python -m pytest --quiet -p no:cacheprovider \
+		-m "not gpu" tests/integrations/vllm
 
 test-distributed: $(STAMPS)/dev test-ray ## several processes, with their slow tests: processes that are killed, NIXL, Ray
 	@$(PIP) --no-deps nixl nixl-cu12

@@ -71,7 +71,7 @@ def flash_attn_with_kvcache(
     cache_batch_idx: the row of the cache of each sequence, without a block table
     cache_leftpad:   the first token of each sequence in its row of the cache, without a block table
     rotary_cos, rotary_sin: turn k at positions from cache_seqlens on. They turn q at the same positions if it is causal
-                     or has a window, and else at cache_seqlens.
+                     or has a window, and else at cache_seqlens. With cache_leftpad, position 0 is that of the row.
     window_size:     positions before and after a query that it sees; -1: all
     Shapes:   q [B, L, H, D]; k [B, N, K, D], v [B, N, K, Dv]; cache_seqlens, cache_batch_idx, cache_leftpad int32 [B]
               k_cache [F, S, K, D] and block_table int32 [B, P], or without it [rows, tokens, K, D]; v_cache with Dv
@@ -96,9 +96,10 @@ def flash_attn_with_kvcache(
         stand_in.check_shapes(k=(k, (B, k.shape[1], *k_cache.shape[2:])), v=(v, (*k.shape[:3], v_cache.shape[3])))
         if rotary_cos is not None and rotary_sin is not None:
             is_local = causal or tuple(window_size) != (-1, -1)
-            q_at = _after(lengths, L) if is_local else lengths[:, None].expand(B, L)
+            ends = lengths if cache_leftpad is None else lengths + cache_leftpad.int()  # places in a row of the cache
+            q_at = _after(ends, L) if is_local else ends[:, None].expand(B, L)
             q = _turned(q, rotary_cos, rotary_sin, q_at, rotary_interleaved)
-            k = _turned(k, rotary_cos, rotary_sin, _after(lengths, k.shape[1]), rotary_interleaved)
+            k = _turned(k, rotary_cos, rotary_sin, _after(ends, k.shape[1]), rotary_interleaved)
         _append(k, v, layer, table, lengths)
     out, lse = _attend(q.flatten(0, 1), layer, calls)
     out = out.view(B, L, *out.shape[1:])
@@ -134,6 +135,7 @@ def flash_attn_varlen_func(
     Raises:  InvalidRequest; KernelUnavailable
     """
     stand_in.refuse("flash_attn", dropout_p=dropout_p)
+    stand_in.check_integers(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
     lengths = cu_seqlens_k.int().diff()
     B = len(lengths)
     if block_table is None:
@@ -209,7 +211,8 @@ def _options(
     if slopes is not None and slopes.dim() == 2:
         stand_in.check_shapes(alibi_slopes=(slopes, (len(batch.seq_lens), slopes.shape[1])))
     return {
-        "scale": scale, "causal": bool(causal), "window": window, "softcap": float(softcap), "alibi_slopes": slopes,
+        "scale": scale, "causal": bool(causal), "window": window, "softcap": stand_in.softcap_of(softcap),
+        "alibi_slopes": slopes,
     }  # fmt: skip
 
 
@@ -263,8 +266,10 @@ def _tables(
         block_table=(block_table, (B, *(() if block_table is None else block_table.shape[1:]))),
         cache_seqlens=(cache_seqlens if isinstance(cache_seqlens, Tensor) else None, (B,)),
     )  # fmt: skip
-    if isinstance(cache_seqlens, Tensor) and cache_seqlens.is_floating_point():
-        raise InvalidRequest(f"cache_seqlens is {cache_seqlens.dtype}; it must be int32")
+    stand_in.check_integers(
+        cache_batch_idx=rows, cache_leftpad=leftpad, block_table=block_table,
+        cache_seqlens=cache_seqlens if isinstance(cache_seqlens, Tensor) else None,
+    )  # fmt: skip
     if leftpad is not None and stand_in.is_readable(leftpad) and B and int(leftpad.min()) < 0:
         raise InvalidRequest(f"cache_leftpad goes down to {int(leftpad.min())}; it must be at least 0")
     if block_table is None and not k_cache.shape[1] and k_cache.dim() == 4:  # no keys at all: a page cannot be empty
@@ -281,7 +286,13 @@ def _tables(
         lengths = cache_seqlens.int()
     else:
         lengths = torch.full((B,), cache_seqlens, dtype=torch.int32, device=device)
-    return k_cache, v_cache, block_table.int(), lengths if leftpad is None else lengths - leftpad.int()
+    lengths = lengths if leftpad is None else lengths - leftpad.int()
+    if B and stand_in.is_readable(lengths) and int(lengths.min()) < 0:
+        raise InvalidRequest(
+            f"sequence {int(lengths.argmin())} has {int(lengths.min())} tokens in the cache, by cache_seqlens"
+            f"{'' if leftpad is None else ' and cache_leftpad'}; it must have at least 0"
+        )
+    return k_cache, v_cache, block_table.int(), lengths
 
 
 def _after(lengths: Tensor, count: int) -> Tensor:
@@ -322,14 +333,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved:
 def _pages_of_one_token(
     k_cache: Tensor, v_cache: Tensor, rows: Tensor, leftpad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cache as pages of one token, and the pages from `leftpad` on of each sequence."""
+    """Return the cache as pages of one token, and the pages from `leftpad` on of each sequence; -1 past its row."""
     tokens = k_cache.shape[1]
     try:
         pages = [x.view(-1, 1, *x.shape[2:]) for x in (k_cache, v_cache)]
     except RuntimeError:
         raise InvalidRequest("cache_leftpad needs a cache whose rows follow each other in memory") from None
     columns = torch.arange(tokens, device=leftpad.device) + leftpad.long()[:, None]
-    return pages[0], pages[1], rows.long()[:, None] * tokens + columns.clamp(max=tokens - 1)
+    return pages[0], pages[1], torch.where(columns < tokens, rows.long()[:, None] * tokens + columns, -1)
 
 
 def _paged(k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, max_seqlen_k: int) -> tuple[KVLayer, Tensor]:

@@ -79,6 +79,18 @@ def check_shapes(**tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
             raise InvalidRequest(f"{name} is {list(tensor.shape)}; it must be {list(shape)}")
 
 
+def check_integers(**tensors: Tensor | None) -> None:
+    """Raise InvalidRequest unless each tensor that is given holds integers: others would be cut off."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+            raise InvalidRequest(f"{name} is {tensor.dtype}; it must be int32")
+
+
+def softcap_of(softcap: float | None) -> float:
+    """Return the soft cap of `paged_attention`: 0.0, which is none, unless `softcap` is above 0, as both document."""
+    return 0.0 if softcap is None or softcap < 0 else float(softcap)
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Return whether the values of a tensor can be read at once: on a CPU, and not while a graph is traced."""
     is_real = type(tensor) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_dynamo_compiling()

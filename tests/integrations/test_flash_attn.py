@@ -132,7 +132,9 @@ def test_with_kvcache_without_pages(rows: list[int] | None, pad: list[int] | Non
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_rotary_angles_turn_new_keys_and_queries(interleaved: bool, causal: bool) -> None:
+@pytest.mark.parametrize("pad", [None, [4, 2]])
+def test_rotary_angles_turn_new_keys_and_queries(pad: list[int] | None, interleaved: bool, causal: bool) -> None:
+    """Angles are those of places in a row of the cache, also where a sequence begins behind its left padding."""
     torch.manual_seed(3)
     pool, rotary = Pool([19, 3], spare=2), 8
     angles = torch.rand(64, rotary // 2) * 6
@@ -146,8 +148,12 @@ def test_rotary_angles_turn_new_keys_and_queries(interleaved: bool, causal: bool
         pairs = torch.view_as_real(product)
         return torch.cat([(pairs if interleaved else pairs.transpose(-1, -2)).flatten(-2), rest], -1)
 
+    caches, tables = (pool.k, pool.v), {"block_table": pool.table}
+    if pad is not None:
+        caches, tables = torch.randn(2, 2, 24, K, D).unbind(), {"cache_leftpad": torch.tensor(pad, dtype=torch.int32)}
+        pool.keys, pool.values = ([x[b, pad[b] : n].clone() for b, n in enumerate([19, 3])] for x in caches)
     out = flash_attn_with_kvcache(
-        q, pool.k, pool.v, k, v, angles.cos(), angles.sin(), pool.lengths, block_table=pool.table, causal=causal,
+        q, *caches, k, v, angles.cos(), angles.sin(), pool.lengths, **tables, causal=causal,
         rotary_interleaved=interleaved,
     )  # fmt: skip
     for b, n in enumerate([19, 3]):
@@ -225,7 +231,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype of q": ({"q": torch.randn(2, 2, H, D).half()}, "q is float16 but layer.k is float32"),
     "gradients": ({"q": torch.randn(2, 2, H, D, requires_grad=True)}, "inference only"),
     "dims": ({"q": torch.randn(2, H, D)}, r"it must be \[sequences, tokens, heads, dims\]"),
-    "softcap": ({"softcap": -1.0}, "softcap"),
+    "softcap": ({"softcap": float("nan")}, "softcap"),
     "scale": ({"softmax_scale": float("nan")}, "scale"),
     "window": ({"window_size": (1,)}, "left, right"),
     "more queries": ({"q": torch.randn(2, 9, H, D), "window_size": (1, 1)}, "more queries than keys"),
@@ -233,8 +239,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "far page": ({"block_table": torch.tensor([[0, 99, 2, 3, 6], [4] * 5], dtype=torch.int32)}, "pages 0 to 7"),
     "rows of a table": ({"block_table": torch.zeros(3, 5, dtype=torch.int32)}, r"it must be \[2, 5\]"),
     "lengths": ({"cache_seqlens": torch.tensor([33, 3, 1], dtype=torch.int32)}, "cache_seqlens is"),
-    "negative": ({"cache_seqlens": torch.tensor([-3, 3], dtype=torch.int32)}, "sequences have -1 to 5 tokens"),
+    "negative": ({"cache_seqlens": torch.tensor([3, -3], dtype=torch.int32)}, "sequence 1 has -3 tokens in the cache"),
+    "one below": ({"cache_seqlens": torch.tensor([-1, 3], dtype=torch.int32)}, "sequence 0 has -1 tokens"),
     "fractions": ({"cache_seqlens": torch.tensor([3.7, 3.0])}, "it must be int32"),
+    "fractions of pages": ({"block_table": torch.rand(2, 5)}, "block_table is torch.float32; it must be int32"),
     "k": ({"k": torch.randn(2, 2, K + 1, D)}, "k is"),
     "wide": ({"rotary_cos": torch.ones(99, 9), "rotary_sin": torch.ones(99, 9)}, "R up to 16"),
 }
@@ -264,7 +272,7 @@ def test_tables_of_rows_are_refused_if_they_are_wrong() -> None:
     for rows, message in (
         ({"cache_leftpad": [0, -1]}, "goes down to -1"),
         ({"cache_leftpad": [0]}, r"it must be \[2\]"),
-        ({"cache_leftpad": [0, 10]}, "sequences have -1 to 9 tokens"),
+        ({"cache_leftpad": [0, 10]}, "sequence 1 has -1 tokens in the cache, by cache_seqlens and cache_leftpad"),
         ({"cache_batch_idx": [0, 1, 2]}, r"it must be \[2\]"),
         ({"cache_batch_idx": [1, -1]}, "page 0 of sequence 1 is -1; the cache has pages 0 to 2"),
     ):
@@ -272,6 +280,35 @@ def test_tables_of_rows_are_refused_if_they_are_wrong() -> None:
             call(**rows)
     with pytest.raises(InvalidRequest, match=r"k is \[3, 20, 2, 16\]; it must be \[2, 20, 2, 16\]"):
         flash_attn_func(q, *cache)
+
+
+@pytest.mark.parametrize("new", [0, 2])
+def test_a_row_with_left_padding_ends_where_the_cache_ends(new: int) -> None:
+    cache, q = torch.randn(2, 3, 20, K, D), torch.randn(2, 1, H, D)
+    before, x = cache.clone(), torch.randn(2, new, K, D) if new else None
+    pad, last = torch.tensor([3, 0], dtype=torch.int32), torch.tensor([20 - new, 5], dtype=torch.int32)
+    flash_attn_with_kvcache(q, *cache.clone(), x, x, cache_seqlens=last, cache_leftpad=pad)  # it is full now
+    with pytest.raises(InvalidRequest, match="page 17 of sequence 0 is -1"):
+        flash_attn_with_kvcache(q, *cache, x, x, cache_seqlens=last + 1, cache_leftpad=pad)
+    torch.testing.assert_close(cache, before, rtol=0, atol=0)
+
+
+def test_a_soft_cap_below_zero_is_none() -> None:
+    pool, q = Pool([33, 3], spare=0), torch.randn(2, 1, H, D)
+    outs = [flash_attn_with_kvcache(q, pool.k, pool.v, cache_seqlens=pool.lengths, block_table=pool.table, softcap=cap)
+            for cap in (0.0, -1.0)]  # fmt: skip
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+
+
+def test_tables_of_fractions_are_refused() -> None:
+    q, k, starts = torch.randn(5, H, D), torch.randn(5, K, D), torch.tensor([0, 5], dtype=torch.int32)
+    for both in ((starts.float(), starts), (starts, starts.float())):
+        with pytest.raises(InvalidRequest, match=r"cu_seqlens_. is torch.float32; it must be int32"):
+            flash_attn_varlen_func(q, k, k, *both, 5, 5)
+    cache = torch.randn(2, 3, 20, K, D)
+    for name in ("cache_leftpad", "cache_batch_idx"):
+        with pytest.raises(InvalidRequest, match=f"{name} is torch.float32; it must be int32"):
+            flash_attn_with_kvcache(q[None, :1], *cache, cache_seqlens=9, **{name: torch.tensor([1.5])})
 
 
 def test_ragged_keys_begin_and_end_where_cu_seqlens_k_says() -> None:

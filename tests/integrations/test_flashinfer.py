@@ -66,6 +66,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"window_left": 5}, {"window": (5, -1)}),
     ({"logits_soft_cap": 3.0, "sm_scale": 0.7}, {"softcap": 3.0, "scale": 0.7}),
     ({"fixed_split_size": 1}, {}),
+    ({"logits_soft_cap": -1.0}, {}),  # "if greater than 0"
 ]
 
 
@@ -325,6 +326,22 @@ def test_tokens_that_were_appended_are_attended_to(layout: str, in_one: bool) ->
     append_paged_kv_cache(k[:1], v[:1], int32([-1]), int32([0]), pool.cache, *nothing, layout)  # padding alone
 
 
+def test_new_tokens_without_a_request_or_a_position_each_are_refused() -> None:
+    pool, new = Pool("NHD", True), torch.randn(2, K, D)
+    before, at = pool.cache.clone(), int32([0, 0])
+    for changed, message in (
+        ({"positions": int32([18])}, r"positions is \[1\]; it must be \[2\]"),
+        ({"batch_indices": int32([0])}, r"batch_indices is \[1\]; it must be \[2\]"),
+        ({"positions": torch.tensor([17.5, 18.5])}, "positions is torch.float32; it must be int32"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            append_paged_kv_cache(
+                new, new, **{"batch_indices": at, "positions": int32([17, 18]), **changed},
+                paged_kv_cache=pool.cache, kv_indices=pool.indices, kv_indptr=pool.indptr, kv_last_page_len=pool.last,
+            )  # fmt: skip
+    torch.testing.assert_close(pool.cache, before, equal_nan=True, rtol=0, atol=0)
+
+
 def test_buffers_for_requests_and_positions_are_filled() -> None:
     buffers = (torch.full((4,), 7, dtype=torch.int32), torch.full((4,), 7, dtype=torch.int32))
     found = get_batch_indices_positions(int32([0, 1, 3]), int32([5, 9]), 4, *buffers)
@@ -377,6 +394,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "one length": ({"seq_lens": int32([8])}, r"seq_lens is \[8\]"),
     "pages": ({"indices": int32([0, 1, 2, -1, 4, 5, 6, 7, 8])}, "indices go down to -1"),
     "fp8": ({"q_data_type": torch.float8_e4m3fn}, "it must be float32, bfloat16 or float16"),
+    "fractions": ({"indices": torch.rand(9)}, "indices is torch.float32; it must be int32"),
 }
 
 

@@ -42,9 +42,14 @@ def append_paged_kv_cache(
 
     Shapes:   append_key [T, K, D], append_value [T, K, Dv]; batch_indices, positions int32 [T]
     Modifies: paged_kv_cache
-    Raises:   InvalidRequest for a position behind the pages of its request; on a GPU, its token is skipped
+    Raises:   InvalidRequest for other shapes, and for a position behind the pages of its request; on a GPU, the token
+              is skipped
     """
-    layer = layer_of(paged_kv_cache, kv_layout)
+    layer, shape = layer_of(paged_kv_cache, kv_layout), (len(append_key),)
+    stand_in.check_shapes(batch_indices=(batch_indices, shape), positions=(positions, shape))
+    stand_in.check_integers(
+        batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr
+    )
     S, B, request, position = layer.k.shape[1], len(kv_indptr) - 1, batch_indices.long(), positions.long()
     is_one = request >= 0
     if B < 1 or not len(kv_indices):

@@ -20,6 +20,7 @@ def batch_of(
     queries: int32 [B + 1]. lengths: [B], or None if `last` says them. The tensors are not kept.
     Raises:  InvalidRequest
     """
+    stand_in.check_integers(qo_indptr=queries, indptr=indptr, indices=indices, last_page_len=last, seq_lens=lengths)
     ends, last_on_host, B = indptr.cpu().long(), last.cpu().long(), len(last)
     queries = queries.to("cpu", torch.int32, copy=True)
     counts = ends.diff()

@@ -139,9 +139,9 @@ class _PagedWrapper:
         self._plan = _Plan(batch, num_queries, (H, K, S, D, Dv), dtypes_planned, scale, window_left, options)
 
     def _options(self, pos_encoding_mode: str, soft_cap: float | None, causal: bool, H: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"causal": bool(causal), "softcap": float(soft_cap or 0.0)}
+        options: dict[str, Any] = {"causal": bool(causal), "softcap": stand_in.softcap_of(soft_cap)}
         if pos_encoding_mode == "ALIBI":
-            if soft_cap:
+            if options["softcap"]:
                 raise InvalidRequest(
                     "logits_soft_cap with ALIBI: flashinfer caps scores after ALiBi, and kernels here before"
                 )

@@ -11,6 +11,7 @@ of vLLM before that.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -40,12 +41,15 @@ def _is_served() -> bool:
     found, _ = vllm_version()
     served = ".".join(found.split(".")[:2]) in SERVED
     if not served and asks_for_vllm():
-        logging.getLogger(__name__).warning(
-            "pagedkv serves vLLM %s, and this is vLLM %s: it stays as it is",
-            " and ".join(SERVED),
-            found or "of no version",
-        )
+        _refuse(found)
     return served
+
+
+@cache  # vLLM calls both entry points in each of its processes
+def _refuse(found: str) -> None:
+    logging.getLogger(__name__).warning(
+        "pagedkv serves vLLM %s, and this is vLLM %s: it stays as it is", " and ".join(SERVED), found or "of no version"
+    )
 
 
 def register() -> None:
@@ -56,7 +60,11 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _, is_cpu = vllm_version()
-    if asks_for_vllm() and is_cpu and type(current_platform).__name__ != "PagedCpuPlatform":
+    if asks_for_vllm() and not is_cpu:
+        logging.getLogger(__name__).warning(
+            "PAGEDKV_VLLM asks for pagedkv on CPUs, and this vLLM is for GPUs: give --attention-backend CUSTOM"
+        )
+    elif asks_for_vllm() and type(current_platform).__name__ != "PagedCpuPlatform":
         logging.getLogger(__name__).warning(
             "PAGEDKV_VLLM asks for pagedkv, and vLLM has chosen the platform %s without it: its attention stays",
             type(current_platform).__name__,

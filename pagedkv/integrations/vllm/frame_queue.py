@@ -34,16 +34,17 @@ class FrameQueue:
 
     def __init__(self, blocks: Sequence[Block], frames: FramePool) -> None:
         self._blocks, self.frames = blocks, frames
-        self._spare = dict.fromkeys(reversed(frames.take(len(blocks)).tolist()))  # the last one is taken first
+        self._spare = [blocks[number] for number in reversed(frames.take(len(blocks)).tolist())]  # a stack
+        self._spare_has_hashes = False  # vLLM never puts such a block there while it looks for hashes
         self._needs_positions = frames.policy.name == "cost"
         self._checks = debug.level() >= 1
         self.num_free_blocks = len(blocks)
 
     def _require(self, blocks: Sequence[Block], is_free: bool) -> None:
         """Raise InvalidRequest unless all blocks are free, or all are in use. O(frames)."""
-        references = self.frames.references()
+        references, spare = self.frames.references(), {block.block_id for block in self._spare}
         for block in blocks:
-            found = block.block_id in self._spare or int(references[block.block_id]) == 0
+            found = block.block_id in spare or int(references[block.block_id]) == 0
             if found is not is_free:
                 state, wanted = ("free", "enter") if found else ("in use", "leave")
                 raise InvalidRequest(f"block {block.block_id} is {state}, and was to {wanted} the list of free blocks")
@@ -57,17 +58,19 @@ class FrameQueue:
         if n > self.num_free_blocks:
             raise ValueError(f"{n} free blocks were asked for, and there are {self.num_free_blocks}")
         self.num_free_blocks -= n
-        spare, blocks = self._spare, self._blocks
-        found = [blocks[spare.popitem()[0]] for _ in range(min(n, len(spare)))]
+        kept = max(0, len(self._spare) - n)
+        found = self._spare[kept:]
+        found.reverse()
+        del self._spare[kept:]
         missing = n - len(found)
         if missing == 1:
-            found.append(blocks[self.frames.take_one()])
+            found.append(self._blocks[self.frames.take_one()])
         elif missing:
             victims = self.frames.victims(missing)  # `take` gives the same frames in the order of their runs
             taken = self.frames.take(missing)
-            if not np.array_equal(np.sort(victims), np.sort(taken)):
+            if self._checks and not np.array_equal(np.sort(victims), np.sort(taken)):
                 raise RuntimeError(f"the frames {taken.tolist()} were taken, and {victims.tolist()} were to be")
-            found += itemgetter(*victims.tolist())(blocks)
+            found += itemgetter(*victims.tolist())(self._blocks)
         return found
 
     def remove(self, block: Block) -> None:
@@ -75,17 +78,29 @@ class FrameQueue:
         self.remove_n([block])
 
     def remove_n(self, blocks: Sequence[Block]) -> None:
-        """Take `blocks`, which are free, out of the list. Frames that are cached count a use for the policy."""
+        """Take `blocks`, which are free, out of the list. Frames that are cached count a use for the policy.
+
+        Blocks that requests find have hashes, and vLLM puts blocks without one on the stack: so they are not looked for
+        there.
+        """
         if self._checks:
             self._require(blocks, is_free=True)
-        spare = self._spare
-        cached = [block.block_id for block in blocks if block.block_id not in spare]
+        cached_if_hashed = not self._spare_has_hashes
+        cached = [
+            block.block_id
+            for block in blocks
+            if (cached_if_hashed and block.block_hash_num_tokens is not None) or not self._leaves_spare(block)
+        ]
         if cached:
             self.frames.share(cached)
-        if len(cached) < len(blocks):
-            for block in blocks:
-                spare.pop(block.block_id, None)
         self.num_free_blocks -= len(blocks)
+
+    def _leaves_spare(self, block: Block) -> bool:
+        """Take `block` off the stack of spare blocks. Return False if it is not there. O(spare)."""
+        at = next((at for at, spare in enumerate(self._spare) if spare is block), None)
+        if at is not None:
+            del self._spare[at]
+        return at is not None
 
     def append(self, block: Block) -> None:
         """Add a block that is evicted last."""
@@ -105,14 +120,16 @@ class FrameQueue:
         """Add blocks that are taken before all others, the first of these first."""
         if self._checks:
             self._require(blocks, is_free=False)
-        for block in reversed(blocks):
-            self._spare[block.block_id] = None
+        self._spare += reversed(blocks)
+        for block in blocks:
+            if block.block_hash_num_tokens is not None:
+                self._spare_has_hashes = True
         self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[Block]:
         """Return the free blocks in the order in which they would be taken. O(blocks)."""
         cached = self.frames.victims(self.frames.num_frames).tolist()
-        return [self._blocks[number] for number in (*reversed(self._spare), *cached)]
+        return [*reversed(self._spare), *(self._blocks[number] for number in cached)]
 
     def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
         """Return the free blocks after `cursor`, or all."""

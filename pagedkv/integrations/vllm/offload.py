@@ -167,8 +167,8 @@ class CpuWorker(OffloadingWorker):
         """Copy blocks to host memory."""
         return self._move(job_id, src_spec, dst_spec, to_host=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
-        """Copy chunks of host memory to blocks."""
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
+        """Copy chunks of host memory to blocks. expedited, of vLLM 0.33: at once, as each copy is."""
         return self._move(job_id, dst_spec, src_spec, to_host=False)
 
     def _move(self, job_id: int, blocks: GPULoadStoreSpec, chunks: Any, *, to_host: bool) -> bool:

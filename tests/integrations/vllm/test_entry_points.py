@@ -94,10 +94,12 @@ def test_another_version_gets_one_sentence_if_it_was_asked(
 ) -> None:
     installed(monkeypatch, vllm="0.40.0")
     monkeypatch.delenv("PAGEDKV_VLLM", raising=False)
+    plugin._refuse.cache_clear()
     with caplog.at_level(logging.WARNING):
         plugin.register()
         assert not caplog.records
         monkeypatch.setenv("PAGEDKV_VLLM", "1")
+        assert plugin.platform() is None
         plugin.register()
     assert [record.getMessage() for record in caplog.records] == [
         "pagedkv serves vLLM 0.32 and 0.33, and this is vLLM 0.40.0: it stays as it is"
@@ -114,6 +116,20 @@ def test_a_platform_without_us_is_said_if_we_were_asked(
     with caplog.at_level(logging.WARNING):
         plugin.register()
     assert "has chosen the platform CpuPlatform without it" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_a_vllm_for_gpus_says_how_it_is_asked(
+    asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Registry(monkeypatch)
+    installed(monkeypatch, vllm="0.33.0")
+    monkeypatch.setenv("PAGEDKV_VLLM", asked)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (asked == "1")
+    assert all("give --attention-backend CUSTOM" in one for one in said)
 
 
 def test_importing_the_plug_in_imports_neither_vllm_nor_torch() -> None:

@@ -44,8 +44,10 @@ def blocks_of(count: int) -> list[Any]:
     return [SimpleNamespace(block_id=number, block_hash_num_tokens=None) for number in range(count)]
 
 
+@pytest.mark.parametrize("share_with_hashes", [0.0, 0.5])
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_are_taken_in_the_order_of_vllm(seed: int) -> None:
+def test_blocks_are_taken_in_the_order_of_vllm(seed: int, share_with_hashes: float) -> None:
+    """Blocks with hashes, too, may be put in front or removed."""
     dice, blocks = random.Random(seed), blocks_of(24)
     ours, theirs = FrameQueue(blocks, FramePool(24, key_bytes=4)), ListQueue(blocks)
     used: list[Any] = []
@@ -69,6 +71,8 @@ def test_blocks_are_taken_in_the_order_of_vllm(seed: int) -> None:
         else:
             dice.shuffle(used)
             found, used = used[: (n := dice.randint(0, 4))], used[n:]
+            for block in found:
+                block.block_hash_num_tokens = 16 if dice.random() < share_with_hashes else None
             for queue in (ours, theirs):
                 getattr(queue, f"{verb}_n")(found)
         assert ours.num_free_blocks == theirs.num_free_blocks

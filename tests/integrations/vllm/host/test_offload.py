@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from pagedkv.integrations.vllm.chunks import ChunkCopies
+from pagedkv.integrations.vllm.offload import CpuWorker
 from tests.integrations.vllm.host.engines import generate, model_in, prompts
 
 JOB: dict[str, Any] = {"prompts": prompts(6, 2000), "rounds": 1}
@@ -43,3 +48,14 @@ def test_prompts_come_back_from_a_disk_and_a_damaged_one_is_computed(
     third = over(tmp_path, name, tokens_of_a_chunk)
     assert third["tokens"] == expected["tokens"]
     assert sum(third["hits"][0]) < sum(second["hits"][0])
+
+
+@pytest.mark.parametrize("options", [{}, {"expedited": True}], ids=["0.32", "0.33"])
+def test_a_load_is_asked_for_in_the_forms_of_both_versions(options: dict[str, Any]) -> None:
+    blocks, chunks = torch.zeros(3, 8, dtype=torch.int8), torch.arange(16, dtype=torch.int8).view(2, 1, 8)
+    worker = CpuWorker.__new__(CpuWorker)  # without host memory that processes share
+    worker._copies, worker._ended = ChunkCopies([blocks], [chunks], [[(0, 8)]]), []
+    to = SimpleNamespace(block_ids=np.array([2]), group_sizes=[1], block_indices=[0])
+    assert worker.submit_load(7, SimpleNamespace(block_ids=np.array([1])), to, **options)
+    assert blocks[2].tolist() == list(range(8, 16))
+    assert [(each.job_id, each.success) for each in worker.get_finished()] == [(7, True)]
