@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagedkv.tiers.tier import Tier
 
 AHEAD: Final = 4
-"""Waiting sequences whose pages are fetched."""
+"""Waiting sequences whose pages are fetched; more, if tiers have the pages of more prompts computed."""
 WAIT: Final = 0.05
 """Seconds that a step without work waits for such pages."""
 
@@ -33,7 +33,7 @@ def ask(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> None:
     Their pages are held until they are admitted. A fetch that brought less than it asked for is not repeated: the tier
     fails, and would be asked in each step.
     """
-    ahead = list(itertools.islice(waiting, AHEAD))
+    ahead = list(itertools.islice(waiting, max(AHEAD, cache.tiers.max_prompts)))
     for place, sequence in enumerate(ahead):
         before = sequence.fetch
         if sequence.space is None and (before is None or _may_go_on(before, cache, ahead[place + 1 :])):
