@@ -118,8 +118,9 @@ class RemotePrefill(Tier):
         require_secret(key)
         self._link, self._key, self._window_bytes = link, key, parse_bytes(window)
         self._min_tokens = whole(min_tokens, "min_tokens")
-        self.max_prompts = whole(max_prompts, "max_prompts", 1, MOST_ASKS // 2 + 1)
-        self._timeout, self.patience = seconds_of(timeout), seconds_of(patience, "patience")
+        self.max_prompts: int = whole(max_prompts, "max_prompts", 1, MOST_ASKS // 2 + 1)
+        self._timeout = seconds_of(timeout)
+        self.patience: float | None = seconds_of(patience, "patience")
         self._conversation = Conversation("remote prefill", link, self, listens=False, timeout=self._timeout)
         self._lock = threading.RLock()  # of what follows, but for the rows
         self._numbers, self._ask_numbers = itertools.cycle(range(NUMBERS)), itertools.count(1)

@@ -1,4 +1,4 @@
-"""A long prompt is waited for while its pages come, and only pages that nobody here has are computed elsewhere."""
+"""A long prompt is waited for while its pages come, and only pages that no tier here has are computed elsewhere."""
 
 from __future__ import annotations
 
