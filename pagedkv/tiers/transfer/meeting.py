@@ -75,6 +75,7 @@ class Meeting:
         none = LinkDown(f"no decode process has come to {self._host}:{self._port}")
         self._wait_until(lambda: store.add(SESSIONS, 0) != self._last, until, none)
         self._last = store.add(SESSIONS, 0)
+        _drop_sessions(store)
         return PrefixStore(f"session {self._last}", store)
 
     def _wait_until(self, holds: Callable[[], bool], until: float, otherwise: LinkDown) -> None:
@@ -111,6 +112,13 @@ class Meeting:
     def leave(self) -> None:
         """Give up the address."""
         self._store = None
+
+
+def _drop_sessions(store: TCPStore) -> None:
+    """Delete what the sessions before have left: a guest that is refused comes again every few seconds."""
+    for key in store.list_keys() if hasattr(store, "list_keys") else ():  # not in every version of torch
+        if key != SESSIONS:
+            store.delete_key(key)
 
 
 def _is_address(host: str) -> bool:

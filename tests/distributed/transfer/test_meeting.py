@@ -14,6 +14,7 @@ from pagedkv.tiers.transfer import DistributedLink
 from pagedkv.tiers.transfer.distributed import INTERFACE
 from tests.tiers.stores import free_port
 
+from .liars import holds
 from .sides import Sides
 
 LISTENS = "0A"
@@ -64,6 +65,19 @@ def test_a_side_that_is_given_by_name_takes_the_interface_where_it_was_found(mon
     with sides_at("localhost") as sides, sides.serving():
         assert sides.run(list(range(41))) == 40
         assert sides.link._meeting.interface == "127.0.0.3"
+
+
+def test_sessions_that_have_ended_leave_nothing_at_the_meeting_place() -> None:
+    with sides_at("127.0.0.1") as sides:
+        sizes = []
+        for _ in range(4):
+            store = sides.link._meeting._store
+            assert store is not None
+            sizes.append(store.num_keys())
+            sides.link.cut()
+            assert holds(lambda: not sides.remote.is_connected)
+            assert sides.remote.wait(10)
+        assert sizes[-1] <= sizes[0]
 
 
 def test_the_user_may_name_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
