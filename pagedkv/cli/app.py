@@ -191,6 +191,33 @@ def serve(
 
 
 @app.command()
+def prefill(
+    listen: options.PrefillListen,
+    model: options.Model = None,
+    weights: options.Weights = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = None,
+    block_size: options.BlockSize = 16,
+    num_frames: options.NumFrames = None,
+    memory: options.Memory = None,
+    tier: options.Tiers = None,
+    kv_dtype: options.KvDtype = None,
+    kernels: options.Kernels = "auto",
+    max_sequences: options.MaxSequences = 256,
+    prefill_chunk: options.PrefillChunk = 512,
+) -> int:
+    """Compute prompts for processes that answer them: generate and serve with --tier prefill:HOST:PORT."""
+    launch.require_one_process("prefill")
+    from pagedkv.cli.serve import PrefillJob
+    from pagedkv.cli.serve import prefill as run
+
+    pool: dict[str, Any] = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
+    loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "tiers": tuple(tier or ())}
+    limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}
+    return run(PrefillJob(tuple(listen), model, limits, {**loading, **pool}))
+
+
+@app.command()
 def fit(
     model: options.FitModel = None,
     layers: options.FitLayers = None,

@@ -116,7 +116,7 @@ Tiers = Annotated[
     typer.Option(
         "--tier",
         metavar="TIER",
-        help="Memory under the pool: host:SIZE, disk:SIZE:FOLDER or a shared store; again for more, the fastest first.",
+        help="Under the pool: host:SIZE, disk:SIZE:FOLDER, a shared store, prefill:HOST:PORT; again, fastest first.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -199,6 +199,13 @@ ServeBody = Annotated[str, typer.Option(metavar="SIZE", help="Of a request, at m
 ServeDrain = Annotated[
     int,
     typer.Option(metavar="N", min=0, help="Seconds for running requests after SIGTERM.", rich_help_panel=_CLIENTS),
+]
+
+# prefill
+
+PrefillListen = Annotated[
+    list[str],
+    typer.Option(metavar="HOST:PORT", help="Where a decode process finds this one; again for more of them."),
 ]
 
 # fit

@@ -1,8 +1,14 @@
-"""`pagedkv serve`: the options become an engine and a socket; pagedkv/serve/process.py serves. No HTTP here."""
+"""`pagedkv serve` and `pagedkv prefill`: the options become an engine, and addresses where others find it.
+
+serve      for clients: pagedkv/serve/process.py serves. No HTTP here
+prefill    for processes that decode: pagedkv/model/prefills.py computes their prompts
+"""
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,6 +23,7 @@ from pagedkv.spec import parse_bytes
 
 NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
 """Packages of the extra."""
+ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,49 @@ def run(job: Job) -> int:
                 engine.close()
 
 
+@dataclass(frozen=True)
+class PrefillJob:
+    """The arguments of one run of `prefill`. listen: addresses. limits: of Limits. loading: options of Engine.load."""
+
+    listen: tuple[str, ...]
+    model: str | None
+    limits: dict[str, Any]
+    loading: dict[str, Any]
+
+
+def prefill(job: PrefillJob) -> int:
+    """Compute prompts for others until SIGINT or SIGTERM. Returns: the status of the process. Raises: PagedKVError"""
+    if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
+        raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
+    folder, ended = None if job.model is None else hub.find(job.model), threading.Event()
+    from pagedkv.cli.compiling import announced  # numba
+
+    with announced(quiet=False) as screen:
+        from pagedkv.cli.generate import device  # torch, while other processes compile
+        from pagedkv.model import Engine, Limits, serve_prefills
+        from pagedkv.model.prefills import servers_at
+
+        servers = servers_at(job.listen)
+        for address in job.listen:
+            host, _, port = address.rpartition(":")
+            bound(host.strip("[]"), int(port), "--listen").close()
+        loading = {**job.loading, "device": device(job.loading["device"])}
+        loading["tiers"] = [*loading["tiers"], *servers]
+        with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
+            engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
+        before = {number: signal.signal(number, lambda *_: ended.set()) for number in ENDING}
+        try:
+            with engine:
+                screen.print(f"computing prompts for {', '.join(job.listen)}; Ctrl-C ends it", highlight=False)
+                serve_prefills(engine, servers, until=ended.is_set)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        sent = sum(server.stats().stored for server in servers)
+        screen.print(f"{engine.stats().computed_tokens:,} tokens computed, {sent:,} pages sent", highlight=False)
+    return 0
+
+
 def keys_of(job: Job) -> Keys | None:
     """Return the API keys, or None for a server without any. Raises: InvalidRequest, which shows no key"""
     if job.api_key == "":
@@ -74,7 +124,7 @@ def keys_of(job: Job) -> Keys | None:
     return Keys.read(job.api_keys)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int, options: str = "--host or --port") -> socket.socket:
     """Return a socket that is bound, and does not listen yet. Raises: InvalidRequest"""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -83,5 +133,5 @@ def bound(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except (OSError, UnicodeError) as error:  # the latter for names with empty or long parts
         reason = getattr(error, "strerror", None) or "this is no name of a host"
-        raise InvalidRequest(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from None
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {reason}; give another {options}") from None
     return sock

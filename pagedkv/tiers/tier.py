@@ -204,6 +204,10 @@ class Tier(ABC):
         """Pages that one submit may store now. More wait in a backlog, from which pages go that the pool evicts."""
         return 64
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until the tier can be asked, at most `timeout` seconds. Return whether it can."""
+        return True
+
     def expect(self, prompt: Prompt) -> bool:
         """Learn of a prompt before its pages are looked up: a tier may let another process compute them.
 
