@@ -163,6 +163,9 @@ def serve(
     drain: options.ServeDrain = 60,
     send_timeout: options.ServeSend = 60,
     step_timeout: options.ServeStep = 300,
+    kv_events: options.ServeEvents = None,
+    kv_events_replay: options.ServeReplay = None,
+    kv_events_topic: options.ServeTopic = "",
     weights: options.Weights = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
@@ -186,6 +189,7 @@ def serve(
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk, "max_waiting": max_waiting}
     listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
     listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
+    listening |= {"events": kv_events, "events_replay": kv_events_replay, "events_topic": kv_events_topic}
     listening["max_prompt"] = max_prompt
     return run(Job(model, host, port, name, api_key, api_keys, max_body, listening, limits, {**loading, **pool}))
 

@@ -188,6 +188,16 @@ ServeSend = Annotated[
 ServeStep = Annotated[
     float, typer.Option(metavar="N", min=0.1, help="Seconds of a step that /health bears.", rich_help_panel=_CLIENTS)
 ]
+ServeEvents = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Publish KV events, such as tcp://*:5557.", rich_help_panel=_CLIENTS),
+]
+ServeReplay = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Where readers ask for them again.", rich_help_panel=_CLIENTS)
+]
+ServeTopic = Annotated[
+    str, typer.Option(metavar="TEXT", help="Theirs; llm-d reads kv@POD@MODEL.", rich_help_panel=_CLIENTS)
+]
 ServeWaiting = Annotated[
     int, typer.Option(metavar="N", min=1, help="Requests that wait; more are refused.", rich_help_panel=_CLIENTS)
 ]

@@ -23,6 +23,9 @@ from pagedkv.spec import parse_bytes
 
 NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
 """Packages of the extra."""
+NEEDED_BY_EVENTS: Final = ("zmq", "msgspec")
+EVENTS: Final = 1 << 16
+"""KV events that are kept until they are published."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,6 +49,7 @@ def run(job: Job) -> int:
     """Serve until a signal. Returns: the status of the process. Raises: PagedKVError before the server listens"""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
+    _require_events(job.listening)
     if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     keys, folder, max_body = keys_of(job), None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
@@ -54,11 +58,14 @@ def run(job: Job) -> int:
 
     with announced(quiet=False) as screen:
         from pagedkv.cli.generate import device  # torch, while other processes compile
+        from pagedkv.core import Observe
         from pagedkv.model import Engine, Limits
         from pagedkv.serve import process
 
         with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
             loading = {**job.loading, "device": device(job.loading["device"])}
+            if job.listening["events"] is not None:
+                loading["observe"] = Observe(events=EVENTS)
             engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
         name = job.name or process.name_of(job.model, folder)
         most = {"max_body": max_body, "max_waiting": job.limits["max_waiting"]}
@@ -110,6 +117,15 @@ def prefill(job: PrefillJob) -> int:
         sent = sum(server.stats().stored for server in servers)
         screen.print(f"{engine.stats().computed_tokens:,} tokens computed, {sent:,} pages sent", highlight=False)
     return 0
+
+
+def _require_events(listening: dict[str, Any]) -> None:
+    """Raise InvalidRequest if KV events are asked for in part, or their packages are missing."""
+    if listening["events"] is None:
+        if listening["events_replay"] is not None or listening["events_topic"]:
+            raise InvalidRequest("--kv-events-replay and --kv-events-topic need --kv-events; give it an address, too")
+    elif missing := [name for name in NEEDED_BY_EVENTS if find_spec(name) is None]:
+        raise InvalidRequest(f"--kv-events needs {missing[0]}; install it with: pip install 'pagedkv[events]'")
 
 
 def keys_of(job: Job) -> Keys | None:
