@@ -9,12 +9,14 @@ import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.errors import InvalidRequest
+from pagedkv.model import Engine
+from pagedkv.sampling.params import SamplingParams
 from pagedkv.tiers import HostTier, level
 from pagedkv.tiers.transfer import AskedPrompt, DistributedLink, PrefillServer, RemotePrefill
 from tests.tiers.stores import free_port
 from tests.tiers.world import SIZE, SPEC, World
 
-from .liars import holds
+from .liars import Liar, holds
 from .sides import Sides
 
 IDS, OTHER = list(range(41)), list(range(100, 141))
@@ -127,6 +129,26 @@ def test_only_what_no_tier_above_has_is_computed_elsewhere() -> None:
     assert (fetch.source, decode.run(longer)) == ({"host": 10, "prefill": 10}, 80)
     for world in (decode, prefill):
         world.cache.tiers.close()
+
+
+@pytest.mark.parametrize(("num_frames", "number"), [(800, 16), (200, 10)])
+def test_an_engine_asks_for_as_many_prompts_as_it_may_and_leaves_frames_to_those_that_run(
+    num_frames: int, number: int
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    remote = RemotePrefill(DistributedLink(address))
+    with Engine.load(num_frames=num_frames, tiers=[remote], watermark=0.0) as engine:
+        liar = Liar(address, engine.cache.storage.frames, listens=True)
+        liar.say(remote.hello())
+        assert remote.wait(10)
+        for first in range(16):
+            engine.submit(list(range(10 + first, 310 + first)), SamplingParams(max_tokens=2))
+        engine.step()
+        liar.hear("asks", number)
+        assert len(liar.hear("wants", 18 * number)) == 18 * number
+        assert len(liar.heard["asks"]) == number
+        liar.close()
+        engine.run()
 
 
 def test_a_patience_that_nothing_can_have_is_refused() -> None:
