@@ -49,7 +49,8 @@ ARROWS = {
 """layer → layers it may import, besides itself and FREE."""
 
 ALSO = {
-    "serve": {"pagedkv.integrations.prometheus"},  # the counters of the cache, at /metrics
+    "serve": {"pagedkv.integrations.prometheus", "pagedkv.integrations.zmq_events"},
+    #      the counters of the cache, at /metrics, and its events
     "integrations": {"pagedkv.core", "pagedkv.model", "pagedkv.tiers"},
     #      MemoryManager, for those who hold their own tensors, and Engine; the packages, not their parts
     "cli": {

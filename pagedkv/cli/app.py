@@ -163,6 +163,9 @@ def serve(
     drain: options.ServeDrain = 60,
     send_timeout: options.ServeSend = 60,
     step_timeout: options.ServeStep = 300,
+    kv_events: options.ServeEvents = None,
+    kv_events_replay: options.ServeReplay = None,
+    kv_events_topic: options.ServeTopic = "",
     weights: options.Weights = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
@@ -186,8 +189,36 @@ def serve(
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk, "max_waiting": max_waiting}
     listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
     listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
+    listening |= {"events": kv_events, "events_replay": kv_events_replay, "events_topic": kv_events_topic}
     listening["max_prompt"] = max_prompt
     return run(Job(model, host, port, name, api_key, api_keys, max_body, listening, limits, {**loading, **pool}))
+
+
+@app.command()
+def prefill(
+    listen: options.PrefillListen,
+    model: options.Model = None,
+    weights: options.Weights = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = None,
+    block_size: options.BlockSize = 16,
+    num_frames: options.NumFrames = None,
+    memory: options.Memory = None,
+    tier: options.Tiers = None,
+    kv_dtype: options.KvDtype = None,
+    kernels: options.Kernels = "auto",
+    max_sequences: options.MaxSequences = 256,
+    prefill_chunk: options.PrefillChunk = 512,
+) -> int:
+    """Compute prompts for processes that answer them: generate and serve with --tier prefill:HOST:PORT."""
+    launch.require_one_process("prefill")
+    from pagedkv.cli.serve import PrefillJob
+    from pagedkv.cli.serve import prefill as run
+
+    pool: dict[str, Any] = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
+    loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "tiers": tuple(tier or ())}
+    limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}
+    return run(PrefillJob(tuple(listen), model, limits, {**loading, **pool}))
 
 
 @app.command()

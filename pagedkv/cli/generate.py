@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from rich.console import Console
@@ -38,6 +38,10 @@ from pagedkv.sampling.params import GRAMMARS, SamplingParams
 
 if TYPE_CHECKING:
     from pagedkv.distributed.ranks import Ranks
+
+
+PREFILL_S: Final = 10.0
+"""Seconds that a run waits for the processes that compute its prompts."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +198,21 @@ def load(job: Job, screen: Console) -> Engine:
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
         where, limits = device(job.loading["device"]), Limits(**job.limits)
         if job.ranks is None:
-            return Engine.load(job.model, limits=limits, **{**job.loading, "device": where})
+            engine = Engine.load(job.model, limits=limits, **{**job.loading, "device": where})
+            _await_prefills(engine)
+            return engine
         from pagedkv.distributed import leader
 
         options = {name: value for name, value in job.loading.items() if name not in ("device", "tiers")}
         return leader.load(job.ranks, job.model, limits=limits, **options)
+
+
+def _await_prefills(engine: Engine) -> None:
+    """Wait until the processes that compute prompts are there. Without one, all prompts are computed here."""
+    for tier in engine.cache.tiers.tiers:
+        if tier.max_prompts and not tier.wait(PREFILL_S):
+            where = f"pagedkv: no prefill process within {PREFILL_S:g} s; prompts are computed here"
+            print(where, file=sys.stderr, flush=True)
 
 
 def token_ids(messages: list[dict[str, Any]], templating: Templating, tokenizer: Tokenizer) -> list[int]:

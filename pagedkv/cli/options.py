@@ -116,7 +116,7 @@ Tiers = Annotated[
     typer.Option(
         "--tier",
         metavar="TIER",
-        help="Memory under the pool: host:SIZE, disk:SIZE:FOLDER or a shared store; again for more, the fastest first.",
+        help="Under the pool: host:SIZE, disk:SIZE:FOLDER, a shared store, prefill:HOST:PORT; again, fastest first.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -188,6 +188,16 @@ ServeSend = Annotated[
 ServeStep = Annotated[
     float, typer.Option(metavar="N", min=0.1, help="Seconds of a step that /health bears.", rich_help_panel=_CLIENTS)
 ]
+ServeEvents = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Publish KV events, such as tcp://*:5557.", rich_help_panel=_CLIENTS),
+]
+ServeReplay = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Where readers ask for them again.", rich_help_panel=_CLIENTS)
+]
+ServeTopic = Annotated[
+    str, typer.Option(metavar="TEXT", help="Theirs; llm-d reads kv@POD@MODEL.", rich_help_panel=_CLIENTS)
+]
 ServeWaiting = Annotated[
     int, typer.Option(metavar="N", min=1, help="Requests that wait; more are refused.", rich_help_panel=_CLIENTS)
 ]
@@ -199,6 +209,13 @@ ServeBody = Annotated[str, typer.Option(metavar="SIZE", help="Of a request, at m
 ServeDrain = Annotated[
     int,
     typer.Option(metavar="N", min=0, help="Seconds for running requests after SIGTERM.", rich_help_panel=_CLIENTS),
+]
+
+# prefill
+
+PrefillListen = Annotated[
+    list[str],
+    typer.Option(metavar="HOST:PORT", help="Where a decode process finds this one; again for more of them."),
 ]
 
 # fit

@@ -1,8 +1,14 @@
-"""`pagedkv serve`: the options become an engine and a socket; pagedkv/serve/process.py serves. No HTTP here."""
+"""`pagedkv serve` and `pagedkv prefill`: the options become an engine, and addresses where others find it.
+
+serve      for clients: pagedkv/serve/process.py serves. No HTTP here
+prefill    for processes that decode: pagedkv/model/prefills.py computes their prompts
+"""
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,6 +23,10 @@ from pagedkv.spec import parse_bytes
 
 NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
 """Packages of the extra."""
+NEEDED_BY_EVENTS: Final = ("zmq", "msgspec")
+EVENTS: Final = 1 << 16
+"""KV events that are kept until they are published."""
+ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ def run(job: Job) -> int:
     """Serve until a signal. Returns: the status of the process. Raises: PagedKVError before the server listens"""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
+    _require_events(job.listening)
     if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     keys, folder, max_body = keys_of(job), None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
@@ -47,11 +58,14 @@ def run(job: Job) -> int:
 
     with announced(quiet=False) as screen:
         from pagedkv.cli.generate import device  # torch, while other processes compile
+        from pagedkv.core import Observe
         from pagedkv.model import Engine, Limits
         from pagedkv.serve import process
 
         with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
             loading = {**job.loading, "device": device(job.loading["device"])}
+            if job.listening["events"] is not None:
+                loading["observe"] = Observe(events=EVENTS)
             engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
         name = job.name or process.name_of(job.model, folder)
         most = {"max_body": max_body, "max_waiting": job.limits["max_waiting"]}
@@ -60,6 +74,58 @@ def run(job: Job) -> int:
         finally:
             with suppress(ConcurrentUse):  # the last step hangs
                 engine.close()
+
+
+@dataclass(frozen=True)
+class PrefillJob:
+    """The arguments of one run of `prefill`. listen: addresses. limits: of Limits. loading: options of Engine.load."""
+
+    listen: tuple[str, ...]
+    model: str | None
+    limits: dict[str, Any]
+    loading: dict[str, Any]
+
+
+def prefill(job: PrefillJob) -> int:
+    """Compute prompts for others until SIGINT or SIGTERM. Returns: the status of the process. Raises: PagedKVError"""
+    if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
+        raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
+    folder, ended = None if job.model is None else hub.find(job.model), threading.Event()
+    from pagedkv.cli.compiling import announced  # numba
+
+    with announced(quiet=False) as screen:
+        from pagedkv.cli.generate import device  # torch, while other processes compile
+        from pagedkv.model import Engine, Limits, serve_prefills
+        from pagedkv.model.prefills import servers_at
+
+        servers = servers_at(job.listen)
+        for address in job.listen:
+            host, _, port = address.rpartition(":")
+            bound(host.strip("[]"), int(port), "--listen").close()
+        loading = {**job.loading, "device": device(job.loading["device"])}
+        loading["tiers"] = [*loading["tiers"], *servers]
+        with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
+            engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
+        before = {number: signal.signal(number, lambda *_: ended.set()) for number in ENDING}
+        try:
+            with engine:
+                screen.print(f"computing prompts for {', '.join(job.listen)}; Ctrl-C ends it", highlight=False)
+                serve_prefills(engine, servers, until=ended.is_set)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        sent = sum(server.stats().stored for server in servers)
+        screen.print(f"{engine.stats().computed_tokens:,} tokens computed, {sent:,} pages sent", highlight=False)
+    return 0
+
+
+def _require_events(listening: dict[str, Any]) -> None:
+    """Raise InvalidRequest if KV events are asked for in part, or their packages are missing."""
+    if listening["events"] is None:
+        if listening["events_replay"] is not None or listening["events_topic"]:
+            raise InvalidRequest("--kv-events-replay and --kv-events-topic need --kv-events; give it an address, too")
+    elif missing := [name for name in NEEDED_BY_EVENTS if find_spec(name) is None]:
+        raise InvalidRequest(f"--kv-events needs {missing[0]}; install it with: pip install 'pagedkv[events]'")
 
 
 def keys_of(job: Job) -> Keys | None:
@@ -74,7 +140,7 @@ def keys_of(job: Job) -> Keys | None:
     return Keys.read(job.api_keys)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int, options: str = "--host or --port") -> socket.socket:
     """Return a socket that is bound, and does not listen yet. Raises: InvalidRequest"""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -83,5 +149,5 @@ def bound(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except (OSError, UnicodeError) as error:  # the latter for names with empty or long parts
         reason = getattr(error, "strerror", None) or "this is no name of a host"
-        raise InvalidRequest(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from None
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {reason}; give another {options}") from None
     return sock

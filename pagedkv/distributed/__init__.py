@@ -4,6 +4,7 @@
     the others their weights, the bytes of a pool, and page tables that they are told; no request and no manager
 
     launch      which process is this, and is its command line served?     no torch
+    interface   where the ranks of several machines reach one another      no torch
     ranks       the group of processes: sums, gathered logits, messages    torch.distributed
     watch       each process notices the death of another
     wire        the message of a step, in 32-bit words

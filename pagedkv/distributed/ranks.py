@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.core.state import I32
-from pagedkv.distributed import wire
+from pagedkv.distributed import interface, wire
 from pagedkv.distributed.launch import Place
 from pagedkv.distributed.watch import BEAT_S, JOINING, LEFT, LOST, Watch, briefly, cause, end_of, tell_end
 from pagedkv.errors import InvalidRequest, PagedKVError, RankLost, described
@@ -82,6 +82,7 @@ class Ranks:
 
     def _join(self) -> dist.ProcessGroup | None:
         """Make the group for data, which is torch's default group, and return that for messages; None if it is one."""
+        interface.choose(self._store, self.rank, self.size, self._place.host, self._place.port)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=FOREVER)
         return None if backend == "gloo" else dist.new_group(backend="gloo", timeout=FOREVER)

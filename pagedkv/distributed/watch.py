@@ -111,16 +111,15 @@ class Watch:
 
     def _time(self) -> None:
         """End this process if the store does not answer."""
-        last = time.monotonic()
+        last = began = time.monotonic()
         while not self._stopping.wait(self._beat_s):
             now, before, answered = time.monotonic(), last, self._answered_at
-            last = now
-            if answered is None:  # not connected yet
-                continue
+            last, since = now, began if answered is None else answered  # its host may stop before the first answer
+            patience = self._deadline * (JOINING if answered is None else 1)
             if now - before > self._deadline / 2:  # this process was itself stopped
-                self._answered_at = now
-            elif now - answered > self._deadline:
-                self._end(f"the store through which the ranks meet gave no answer for {now - answered:.0f} s")
+                began, self._answered_at = now, None if answered is None else now
+            elif now - since > patience:
+                self._end(f"the store through which the ranks meet gave no answer for {now - since:.0f} s")
                 return
 
     def _follow(self, store: Store, ended: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from pagedkv import debug
 from pagedkv.errors import PagedKVError
 from pagedkv.sampling.params import SamplingParams
 
@@ -54,6 +55,13 @@ def serve_prefills(
     for server, prompt, request in under_way:
         engine.cancel(request)
         server.finish(prompt, is_computed=False)
+
+
+def servers_at(addresses: Sequence[str]) -> list[PrefillServer]:
+    """Return a server for each "HOST:PORT" of this machine, with the key in PAGEDKV_TIER_KEY. Raises: InvalidRequest"""
+    from pagedkv.tiers.transfer import DistributedLink, PrefillServer  # torch.distributed
+
+    return [PrefillServer(DistributedLink(address), key=debug.tier_key()) for address in addresses]
 
 
 def _submit(engine: Engine, prompt: AskedPrompt) -> Request | None:

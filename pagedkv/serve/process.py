@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,8 @@ class Listening:
     max_body:        bytes. max_connections: connections open at once.
     drain_s, send_s: seconds to end in; and for a client that is behind to take something.
     step_s:          seconds that a step may take before /health says that it hangs.
+    events:          the address where KV events are published, None for none; `events_replay` and `events_topic` are
+                     `replay` and `topic` of EventPublisher.
     """
 
     name: str = "bundled"
@@ -75,6 +77,9 @@ class Listening:
     drain_s: float = 60
     send_s: float = 60
     step_s: float = 300
+    events: str | None = None
+    events_replay: str | None = None
+    events_topic: str = ""
 
 
 def run(sock: socket.socket, engine: Engine, listening: Listening) -> int:
@@ -86,7 +91,17 @@ def run(sock: socket.socket, engine: Engine, listening: Listening) -> int:
 
 async def serve(sock: socket.socket, engine: Engine, listening: Listening) -> int:
     """Serve in this event loop, whose thread is the main one. Arguments and result: as `run`"""
-    async with AsyncEngine(engine) as served:
+    if listening.events is None:
+        return await _serve(sock, AsyncEngine(engine), listening)
+    from pagedkv.integrations.zmq_events import EventPublisher  # an extra
+
+    replay, topic = listening.events_replay, listening.events_topic
+    with closing(EventPublisher(engine.cache, listening.events, replay=replay, topic=topic)) as publisher:
+        return await _serve(sock, AsyncEngine(engine, after_step=publisher.publish), listening)
+
+
+async def _serve(sock: socket.socket, engine: AsyncEngine, listening: Listening) -> int:
+    async with engine as served:
         server = _Server(sock, served, listening)
         await server.serve(sockets=[sock])
         if served.stopped is None or server.is_draining:

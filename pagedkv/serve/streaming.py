@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pagedkv.errors import EngineStopped, InvalidRequest, described
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pagedkv.model.engine import Engine
     from pagedkv.model.loop.checks import Prompt
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS: Final = 30
 """The time that a step under way has to end when the engine is closed."""
+
+IDLE_SECONDS: Final = 0.1
+"""The time between two calls of `after_step` while there is no work."""
 
 MOST_FAILURES: Final = 3
 """Steps in a row that may raise."""
@@ -103,10 +106,13 @@ class AsyncEngine:
                 print(piece.text, end="")
 
     A thread steps the engine from `start` (or `async with`) to `aclose`: no other may step or cancel meanwhile.
+
+    after_step: called by this thread after each step, and a few times a second while there is no work. It may not wait.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, after_step: Callable[[], object] | None = None) -> None:
         self.engine: Engine = engine
+        self._after_step = after_step
         self.stopped: EngineStopped | None = None
         """The reason why no stream is served any more; None while streams are."""
         self._orders: SimpleQueue[_Mailbox | None] = SimpleQueue()  # a mailbox to cancel, or None to look around
@@ -213,18 +219,27 @@ class AsyncEngine:
                 last = f"the engine failed {failures} times in a row: {described(error)}; restart it"
             self._busy_since = None
             self._wake(self._woken)
+            self._look_back()
         self.stopped = EngineStopped(last if failures else self._last_words)
         for box in list(self._open):
             with suppress(Exception):
                 self._cancel(box)
         self._wake(self._open)
 
+    def _look_back(self) -> None:
+        """Call `after_step`. An error there costs no request."""
+        if self._after_step is not None:
+            try:
+                self._after_step()
+            except Exception:
+                _log.exception("after a step")
+
     def _follow_orders(self) -> bool:
         """Take all orders; wait for the first if there is no work. Returns: whether to go on."""
         wait = not self.engine.has_work
         while not self._is_closing:
             try:
-                box = self._orders.get(block=wait)
+                box = self._orders.get(block=wait, timeout=None if self._after_step is None else IDLE_SECONDS)
             except Empty:
                 return True
             wait, self._busy_since = False, time.monotonic()

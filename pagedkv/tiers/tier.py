@@ -77,7 +77,8 @@ class Result(NamedTuple):
 class Prompt:
     """A prompt whose pages are going to be looked up.
 
-    token_ids: int32 [n]. tenant, salt: see PagedKVCache.open. num_known: counts the tokens that the pool has.
+    token_ids: int32 [n]. tenant, salt: see PagedKVCache.open. num_known: counts the tokens that the pool has, or tiers
+               above that have what they name.
     keys:      names the pages that a prompt can find, from the given page on: one key for each layer group.
     """
 
@@ -148,10 +149,15 @@ class Tier(ABC):
     name:       its name in stats; the stack numbers the second of two equal names.
     is_lasting: whether its pages outlive the process, or other processes read them. Then the cache must have a name for
                 the weights, see PagedKVCache, and `TierStack.close` stores what waits.
+    patience:   None for a tier that has the pages that it names. A tier that has them computed gives the seconds in
+                which one of them comes: as long as pages come, a fetch without a `timeout` of its own goes on.
+    max_prompts: prompts that it has computed at a time.
     """
 
     name: str = "tier"
     is_lasting: bool = False
+    patience: float | None = None
+    max_prompts: int = 0
 
     @abstractmethod
     def register(self, pool: PoolView, fingerprint: bytes) -> None:
@@ -198,12 +204,23 @@ class Tier(ABC):
         """Pages that one submit may store now. More wait in a backlog, from which pages go that the pool evicts."""
         return 64
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until the tier can be asked, at most `timeout` seconds. Return whether it can."""
+        return True
+
     def expect(self, prompt: Prompt) -> bool:
         """Learn of a prompt before its pages are looked up: a tier may let another process compute them.
 
         Return whether it does; then no later tier of the stack is told of the prompt.
         """
         return False
+
+    def cost(self, prompt: Prompt) -> int:
+        """Return how many tokens are computed before the pages of a prompt are there, if `expect` is told of it.
+
+        The tier with the lowest cost is told first.
+        """
+        return 0
 
     def touch(self, keys: Sequence[Key]) -> None:  # noqa: B027 (a default)
         """Count a use of these pages if the tier has them: the pool has evicted its copies."""

@@ -104,6 +104,20 @@ def test_a_rank_that_has_not_come_yet_has_more_time(begin: Callable[..., Process
     assert begin(Kept()).wait(2 * DEADLINE_S) is None
 
 
+def test_a_store_that_never_answers_ends_the_process_when_others_would_have_come(
+    begin: Callable[..., Process], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host was stopped between the connection and the first answer, and torch waits for it without end."""
+    monkeypatch.setattr(watch, "JOINING", 2)
+    store = Kept()
+    store.answers.clear()
+    began = time.monotonic()
+    assert begin(store, rank=1).wait(10 * DEADLINE_S) == watch.LOST
+    assert time.monotonic() - began > 2 * DEADLINE_S
+    assert "the store through which the ranks meet gave no answer for 2 s" in capfd.readouterr().err
+    store.answers.set()
+
+
 def test_a_lost_store_ends_the_process(begin: Callable[..., Process], capfd: pytest.CaptureFixture[str]) -> None:
     store = Kept()
     process = begin(store, rank=1)

@@ -185,11 +185,11 @@ class Conversation:
             self._has_spoken.set()
 
 
-def seconds_of(timeout: float) -> float:
-    """Return the seconds of silence after which a side counts as dead. Raises: InvalidRequest"""
-    seconds = real(timeout, "timeout")
+def seconds_of(timeout: float, name: str = "timeout") -> float:
+    """Return the seconds of silence after which a side, or a prompt, is given up. Raises: InvalidRequest"""
+    seconds = real(timeout, name)
     if not 0 < seconds <= LONGEST:
-        raise InvalidRequest(f"timeout is {timeout}; give seconds of silence, more than 0 and at most {LONGEST:g}")
+        raise InvalidRequest(f"{name} is {timeout}; give seconds of silence, more than 0 and at most {LONGEST:g}")
     return seconds
 
 

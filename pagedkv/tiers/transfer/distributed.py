@@ -12,6 +12,7 @@ others end with an error. `cut` does that on purpose.
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import threading
 from datetime import timedelta
@@ -31,13 +32,17 @@ SHORT: Final = 8192
 NEVER_SENT: Final = 2**31 - 1
 """A tag."""
 FOREVER: Final = timedelta(days=365)
+OPTIONS: Final[Any] = ProcessGroupGloo._Options  # type: ignore[attr-defined]
+INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+"""The variable in which a user names the network interface for gloo."""
 
 
 class DistributedLink(Link):
     """A link by torch.distributed (gloo, over TCP).
 
-    address: "HOST:PORT", the same for both sides: where the prefill process is found. The variable GLOO_SOCKET_IFNAME
-             names the network interface for the frames.
+    address: "HOST:PORT", the same for both sides: where the prefill process is found. Everything goes through the
+             network interface that leads there. The variable GLOO_SOCKET_IFNAME names another one for frames and
+             messages.
     There is no authentication: every process that reaches the address may join. Use a private network. gloo aborts the
     process if the other side sends more bytes than a message or a frame has.
     Raises:  InvalidRequest for an address of another form
@@ -55,10 +60,18 @@ class DistributedLink(Link):
         """See Link.open."""
         store = self._meeting.meet(is_host=listens, timeout=timeout)
         rank, limit = 0 if listens else 1, timedelta(seconds=timeout)
-        groups = [ProcessGroupGloo(PrefixStore(name, store), rank, 2, limit) for name in ("messages", "frames")]
+        options = OPTIONS()
+        options._timeout, options._devices = limit, [self._device()]
+        groups = [ProcessGroupGloo(PrefixStore(name, store), rank, 2, options) for name in ("messages", "frames")]
         self._works, self._peer, self._scratch = {}, int(listens), torch.empty(memory.shape[1], dtype=torch.uint8)
         with self._changing:
             self._groups = groups[0], groups[1]
+
+    def _device(self) -> Any:
+        """Return the network interface that leads to the other side, or that of GLOO_SOCKET_IFNAME."""
+        if named := os.environ.get(INTERFACE):
+            return ProcessGroupGloo.create_device(interface=named.partition(",")[0])
+        return ProcessGroupGloo.create_device(hostname=self._meeting.interface)
 
     def cut(self) -> None:
         """See Link.cut."""

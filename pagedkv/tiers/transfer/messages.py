@@ -58,10 +58,12 @@ def hello(fingerprint: bytes, frame_bytes: int, window: int) -> Message:
 def window_of(message: Message, ours: Message) -> int:
     """Return the frames that may be under way between two sides, who said `message` and `ours`. Raises: LinkDown"""
     theirs, mine = message.get("hello"), ours["hello"]
-    if not theirs or len(theirs) != len(mine) or not isinstance(theirs[-1], int) or theirs[-1] < 1:
+    if not theirs or type(theirs[0]) is not int:
         raise LinkDown("the other side does not begin as a pagedkv process does")
-    if theirs[0] != mine[0]:
+    if theirs[0] != mine[0]:  # first: another format may have other fields
         raise Refused(f"the other side speaks format {theirs[0]}, and this one {mine[0]}: use one version of pagedkv")
+    if len(theirs) != len(mine) or type(theirs[-1]) is not int or theirs[-1] < 1:
+        raise LinkDown("the other side does not begin as a pagedkv process does")
     if theirs[1:3] != mine[1:3]:
         raise Refused(
             "the caches differ: both sides need the same geometry, dtype, model= and rank=, and no call of `forget`"

@@ -95,12 +95,14 @@ class _Ask:
 class RemotePrefill(Tier):
     """Prompts are computed by the process at the other end of `link`, which has a PrefillServer, and their pages read.
 
-    min_tokens:  prompts with fewer tokens beyond those in the pool are computed here.
+    min_tokens:  prompts with fewer tokens beyond those in the pool, and in tiers above, are computed here.
     max_prompts: prompts that the other side computes at a time; further ones are for the next tier, or computed here.
     key:         16 to 64 secret bytes, the same on both sides: a page that was not sent under it is a miss. None: pages
                  are checked for damage, and everyone who can reach the link is trusted.
     window:      the most bytes that may be under way.
     timeout:     seconds of silence after which the other side counts as dead, or without a frame that it has offered.
+    patience:    seconds in which a page of a prompt comes, or of one that was asked for before it. Else the rest of the
+                 prompt is computed here.
 
     Both caches need the same geometry, dtype, `model=` and `rank=`; otherwise nothing is asked for.
     Raises: InvalidRequest
@@ -111,13 +113,14 @@ class RemotePrefill(Tier):
 
     def __init__(
         self, link: Link, *, min_tokens: int = 64, max_prompts: int = 16, key: bytes | None = None,
-        window: str | int = "64MiB", timeout: float = 10.0,
+        window: str | int = "64MiB", timeout: float = 10.0, patience: float = 30.0,
     ) -> None:  # fmt: skip
         require_secret(key)
         self._link, self._key, self._window_bytes = link, key, parse_bytes(window)
         self._min_tokens = whole(min_tokens, "min_tokens")
-        self._max_prompts = whole(max_prompts, "max_prompts", 1, MOST_ASKS // 2 + 1)
+        self.max_prompts: int = whole(max_prompts, "max_prompts", 1, MOST_ASKS // 2 + 1)
         self._timeout = seconds_of(timeout)
+        self.patience: float | None = seconds_of(patience, "patience")
         self._conversation = Conversation("remote prefill", link, self, listens=False, timeout=self._timeout)
         self._lock = threading.RLock()  # of what follows, but for the rows
         self._numbers, self._ask_numbers = itertools.cycle(range(NUMBERS)), itertools.count(1)
@@ -166,8 +169,8 @@ class RemotePrefill(Tier):
         with afresh(self._lock):
             if all(name in self._names for name in names):
                 return True
-            sizes = [ask.size for ask in self._asks.values() if not ask.is_over]
-            if len(sizes) >= self._max_prompts or size > MOST_PROMPT or sum(sizes) + size > MOST_ASKED // 2:
+            sizes = self._sizes()
+            if len(sizes) >= self.max_prompts or size > MOST_PROMPT or sum(sizes) + size > MOST_ASKED // 2:
                 return False
             number, ids = next(self._ask_numbers), prompt.token_ids.tolist()
             self._say("asks", [number, prompt.tenant.hex(), salt_text(prompt.salt), ids])
@@ -176,6 +179,14 @@ class RemotePrefill(Tier):
             for old in [old for old, ask in self._asks.items() if ask.is_over][:-KEPT]:
                 self._forget_ask(old)
         return True
+
+    def cost(self, prompt: Prompt) -> int:
+        """See Tier.cost: the prompts under way there, and the tokens of this one that were not asked for there."""
+        known = prompt.num_known()
+        keys = list(prompt.keys(known // prompt.block_size))
+        with afresh(self._lock):
+            pages = (page for page, each in enumerate(keys) if not all(key.name in self._names for key in each))
+            return sum(self._sizes()) + len(prompt.token_ids) - known - prompt.block_size * next(pages, len(keys))
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """See Tier.lookup. The pages of a prompt that was asked for seem to be there, computed or not."""
@@ -277,6 +288,10 @@ class RemotePrefill(Tier):
     def _say(self, field: str, what: Any) -> None:
         self._unsaid.setdefault(field, []).append(what)
         self._conversation.wake()
+
+    def _sizes(self) -> list[int]:
+        """Return the sizes of the prompts under way there."""
+        return [ask.size for ask in self._asks.values() if not ask.is_over]
 
     def _end(self, want: _Want, why: str) -> None:
         """Report a want, and write no more into its frame. After an interrupt it may not be reported, but not twice."""

@@ -210,6 +210,34 @@ def test_a_prompt_that_the_first_side_cannot_take_goes_to_the_next() -> None:
         world.cache.tiers.close()
 
 
+def test_a_prompt_goes_to_the_side_that_has_the_fewest_tokens_to_compute_before_it() -> None:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    servers = [PrefillServer(DistributedLink(address)) for address in addresses]
+    sides = [World(PagedKVCache(SPEC, num_frames=64, tiers=[server], model="m")) for server in servers]
+    remotes = [RemotePrefill(DistributedLink(address), min_tokens=1) for address in addresses]
+    decode = World(PagedKVCache(SPEC, num_frames=128, tiers=remotes, model="m"))
+    assert all(tier.wait(10) for tier in remotes)
+    prompts = [[9, *IDS], [8, *IDS], [7, *IDS, *IDS], [6, *IDS], [7, *IDS, *range(60, 90)]]
+    fetches = [decode.cache.fetch(ids) for ids in prompts[:4]]
+    assert [list(fetch.source) for fetch in fetches] == [["prefill"], ["prefill-2"], ["prefill"], ["prefill-2"]]
+
+    def compute() -> None:
+        for world, server in zip(sides, servers, strict=True):
+            for prompt in server.take(5):
+                world.run(prompt.token_ids.tolist())
+                server.finish(prompt)
+
+    compute()
+    assert all(fetch.wait(5) for fetch in fetches)
+    decode.cache.evict(128)
+    fetches = [decode.cache.fetch(ids) for ids in (prompts[3], prompts[4], [5, *IDS, *IDS, *IDS])]
+    assert [list(fetch.source) for fetch in fetches] == [["prefill-2"], ["prefill"], ["prefill-2"]]
+    compute()
+    assert all(fetch.wait(5) for fetch in fetches)
+    for world in (decode, *sides):
+        world.cache.tiers.close()
+
+
 def test_a_connection_that_is_cut_costs_its_pages_and_comes_again() -> None:
     with Sides() as sides:
         fetch = sides.decode.cache.fetch(IDS)

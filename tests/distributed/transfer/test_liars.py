@@ -12,7 +12,9 @@ from pagedkv.model import Engine, Limits, serve_prefills
 from pagedkv.tiers.checksum import checksum
 from pagedkv.tiers.transfer import DistributedLink, PrefillServer, server
 from pagedkv.tiers.transfer.distributed import SHORT
-from pagedkv.tiers.transfer.messages import Message, encode
+from pagedkv.tiers.transfer.link import LinkDown, Refused
+from pagedkv.tiers.transfer.messages import Message, encode, window_of
+from pagedkv.tiers.transfer.messages import hello as ours_of
 from tests.tiers.stores import free_port
 
 from .liars import Liar, Prefill, has_all_frames, holds, lying_prefill, page
@@ -159,6 +161,18 @@ def test_prompts_that_were_cancelled_before_they_were_asked_for_leave_nothing() 
         liar.hear("wants", 10)
         assert [ids for *_, ids in liar.heard["asks"]] == [OTHER]
         assert not liar.heard.keys() & {"stops", "drops"}
+
+
+@pytest.mark.parametrize("hello", [[2, "ab", 64, 3, "a field of later"], [2]])
+def test_a_side_of_another_version_is_told_so(hello: list[object]) -> None:
+    with pytest.raises(Refused, match="speaks format 2, and this one 1: use one version of pagedkv"):
+        window_of({"hello": hello}, ours_of(b"", 64, 3))
+
+
+@pytest.mark.parametrize("hello", [None, [], ["1", "", 64, 3], [1, "", 64], [1, "", 64, 0], [1, "", 64, True]])
+def test_a_side_that_begins_otherwise_is_no_peer(hello: list[object] | None) -> None:
+    with pytest.raises(LinkDown, match="does not begin as a pagedkv process does"):
+        window_of({} if hello is None else {"hello": hello}, ours_of(b"", 64, 3))
 
 
 # --- the prefill side -------------------------------------------------------------------------------------------------

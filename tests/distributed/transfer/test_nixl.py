@@ -72,3 +72,22 @@ def test_two_engines_over_nixl_give_the_tokens_of_one(seed: int) -> None:
     assert here.process.wait(20) == 0
     if not seed:
         assert there.end() == [0, sum((len(prompt) - 1) // 16 for prompt in prompts)]
+
+
+@pytest.mark.slow
+def test_a_prefill_process_goes_on_when_decode_processes_are_killed_over_nixl() -> None:
+    pytest.importorskip("nixl", reason="no NIXL: pip install --no-deps nixl nixl-cu12")
+    draw, address = random.Random(3), f"127.0.0.1:{free_port()}"
+    prompts = [draw.choices(range(10, 600), k=300 + i) for i in range(3)]
+    there = prefill_process(address, slow=0.01, link="NixlLink")
+    for _ in range(3):
+        other = Process(DECODE, address, link="NixlLink")
+        other.tell(json.dumps([draw.choices(range(10, 600), k=400) for _ in range(6)]))
+        time.sleep(draw.uniform(0.0, 0.4))
+        other.kill()
+    last = Process(DECODE, address, link="NixlLink")
+    last.tell(json.dumps(prompts))
+    alone = Engine.load(num_frames=FRAMES).generate(prompts, SamplingParams(max_tokens=8))
+    assert json.loads(last.line()) == [request.completions[0].token_ids for request in alone]
+    assert last.process.wait(20) == 0
+    assert there.end()[0] == 0  # no frame is held

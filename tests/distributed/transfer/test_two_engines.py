@@ -34,7 +34,7 @@ def alone() -> Engine:
 
 
 def test_the_decode_side_computes_no_whole_page_and_its_tokens_are_equal(alone: Engine) -> None:
-    prompts = prompts_of(4, 500)
+    prompts = prompts_of(8, 300)
     address = f"127.0.0.1:{free_port()}"
     there = prefill_process(address)
     engine, tier = decode_engine(address)

@@ -1,0 +1,87 @@
+"""`--kv-events`: readers of vLLM's events hear what the server can find, and their errors cost no request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pagedkv.cli.app import main
+from pagedkv.core import Observe
+from pagedkv.model import Engine
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.serve.streaming import AsyncEngine
+from tests.tiers.stores import free_port
+
+from .server import ASKED, serving
+
+zmq = pytest.importorskip("zmq", reason="the events extra is not installed")
+msgspec = pytest.importorskip("msgspec", reason="the events extra is not installed")
+
+TOPIC = "kv@pod@bundled"
+
+
+@pytest.fixture
+def reader() -> Iterator[Any]:
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+    yield socket
+    socket.close(0)
+    context.destroy(0)
+
+
+def heard(socket: Any) -> tuple[bytes, list[dict[str, Any]]]:
+    """Return the topic and the events of the next message."""
+    assert socket.poll(20_000)
+    topic, _, content = socket.recv_multipart()
+    return topic, msgspec.msgpack.decode(content)[1]
+
+
+def test_a_server_publishes_what_it_can_find_also_while_it_is_idle(extra: None, reader: Any) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with serving("--kv-events", address.replace("127.0.0.1", "*"), "--kv-events-topic", TOPIC) as server:
+        reader.connect(address)
+        assert heard(reader) == (TOPIC.encode(), [{"type": "AllBlocksCleared"}])  # it has joined an idle server
+        assert server.ask("/v1/completions", {"prompt": ASKED, "max_tokens": 4}).status == 200
+        topic, [event, *_] = heard(reader)
+        assert (topic, event["type"]) == (TOPIC.encode(), "BlockStored")
+        assert event["block_size"] == 16
+        assert all(isinstance(name, int) for name in event["block_hashes"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (("--kv-events-topic", TOPIC), "need --kv-events; give it an address"),
+        (("--kv-events-replay", "tcp://*:0"), "need --kv-events; give it an address"),
+        (("--kv-events", "nowhere"), "ZMQ refuses 'nowhere'"),
+    ],
+)
+def test_bad_addresses_are_one_line(
+    extra: None, argv: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", *argv])
+    err = capsys.readouterr().err
+    assert end.value.code == 2
+    assert complaint in err.splitlines()[-1]
+
+
+def test_an_error_after_a_step_costs_no_request() -> None:
+    engine, calls = Engine.load(num_frames=64, observe=Observe(events=100)), []
+
+    def fail() -> None:
+        calls.append(json.dumps(engine.stats().steps))
+        raise ValueError("no reader of mine")
+
+    async def ask() -> str:
+        async with AsyncEngine(engine, after_step=fail) as served:
+            stream = served.stream("Otto lives in Ghent. Where does Otto live?", SamplingParams(max_tokens=8))
+            return "".join([piece.text async for piece in stream])
+
+    assert asyncio.run(ask()) == "Otto lives in Ghent."
+    assert len(set(calls)) > 3
