@@ -201,7 +201,7 @@ FAULTS = (
         "tables/steps.py",
         "    if needed + copies > s.reg[NUM_FREE]",
         "    if needed > s.reg[NUM_FREE]",
-        MACHINE,
+        STEPS,
     ),
     Fault(
         "frames of rejected drafts come back: they are kept",
