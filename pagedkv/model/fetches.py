@@ -92,10 +92,10 @@ def wait(waiting: Iterable[SequenceState]) -> bool:
 def first_ready(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> SequenceState | None:
     """Return the first waiting sequence whose pages are not on their way; None if there is none.
 
-    One that was not asked for yet, as it is not among the first, is asked for now: it may be admitted.
+    One that was not asked for yet, as it is not among the first, is asked for now if there is room: it may be admitted.
     """
     for sequence in waiting:
-        if sequence.fetch is None and sequence.space is None and cache.tiers:
+        if sequence.fetch is None and sequence.space is None and cache.tiers and _has_twice(cache, sequence):
             _begin(cache, sequence)
         if sequence.fetch is None or sequence.fetch.done:
             return sequence
