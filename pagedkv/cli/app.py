@@ -117,8 +117,8 @@ def generate(
     launch.silence_torch()
     from pagedkv.distributed.run import on_each  # torch
 
-    loading = {name: given[name] for name in LOADING}
-    return on_each(place, None if model is None else hub.find(model), loading, lambda ranks: _generate(given, ranks))
+    folder = None if model is None else hub.find(model)
+    return on_each(place, folder, given["loading"], lambda ranks: _generate(given, ranks))
 
 
 def _generate(given: dict[str, Any], ranks: Ranks | None = None) -> int:
@@ -129,22 +129,27 @@ def _generate(given: dict[str, Any], ranks: Ranks | None = None) -> int:
     folder = None if given["model"] is None else hub.find(given["model"])
     grammar = shaping.grammar(given["json_schema"], given["regex"], given["choice"])
     sampling = {name: given[name] for name in SAMPLING} | {"stop": given["stop"] or ()} | grammar
-    loading, limits, rest = ({name: given[name] for name in names} for names in (LOADING, LIMITS, REST))
+    limits, rest = ({name: given[name] for name in names} for names in (LIMITS, REST))
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=given["as_json"]) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
         from pagedkv.cli.generate import Job, run
 
-        job = Job(source, templating, folder, sampling, loading=loading, limits=limits, ranks=ranks, **rest)
+        job = Job(source, templating, folder, sampling, loading=given["loading"], limits=limits, ranks=ranks, **rest)
         return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of all options. Raises: InvalidRequest if two of them set the size of the pool"""
+    """Return a copy of all options of `generate`. Raises: InvalidRequest"""
+    return given | {"loading": _loading(given), "biases": shaping.biases(given["logit_bias"] or ())}
+
+
+def _loading(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of Engine.load. Raises: InvalidRequest if two of them set the size of the pool"""
     if given["num_frames"] is not None and given["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
-    return given | {"tiers": given["tier"] or (), "biases": shaping.biases(given["logit_bias"] or ())}
+    return {name: given[name] for name in LOADING if name in given} | {"tiers": tuple(given["tier"] or ())}
 
 
 @app.command()
@@ -181,17 +186,15 @@ def serve(
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
     launch.require_one_process("serve")
+    loading = _loading(locals())
     from pagedkv.cli.serve import Job, run
 
-    pool: dict[str, Any] = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
-    pool["tiers"] = tier or ()
-    loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "speculate": speculate}
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk, "max_waiting": max_waiting}
     listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
     listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
     listening |= {"events": kv_events, "events_replay": kv_events_replay, "events_topic": kv_events_topic}
     listening["max_prompt"] = max_prompt
-    return run(Job(model, host, port, name, api_key, api_keys, max_body, listening, limits, {**loading, **pool}))
+    return run(Job(model, host, port, name, api_key, api_keys, max_body, listening, limits, loading))
 
 
 @app.command()
@@ -212,13 +215,12 @@ def prefill(
 ) -> int:
     """Compute prompts for processes that answer them: generate and serve with --tier prefill:HOST:PORT."""
     launch.require_one_process("prefill")
+    loading = _loading(locals())
     from pagedkv.cli.serve import PrefillJob
     from pagedkv.cli.serve import prefill as run
 
-    pool: dict[str, Any] = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
-    loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "tiers": tuple(tier or ())}
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}
-    return run(PrefillJob(tuple(listen), model, limits, {**loading, **pool}))
+    return run(PrefillJob(tuple(listen), model, limits, loading))
 
 
 @app.command()

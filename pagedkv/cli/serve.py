@@ -50,8 +50,6 @@ def run(job: Job) -> int:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
     _require_events(job.listening)
-    if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
-        raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     keys, folder, max_body = keys_of(job), None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
     sock = bound(job.host, job.port)
     from pagedkv.cli.compiling import announced  # numba
@@ -88,8 +86,6 @@ class PrefillJob:
 
 def prefill(job: PrefillJob) -> int:
     """Compute prompts for others until SIGINT or SIGTERM. Returns: the status of the process. Raises: PagedKVError"""
-    if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
-        raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     folder, ended = None if job.model is None else hub.find(job.model), threading.Event()
     from pagedkv.cli.compiling import announced  # numba
 
