@@ -22,6 +22,8 @@ from pagedkv.kernels.triton.elements import INTERPRET
 from pagedkv.kernels.triton.specialisation import why_no_specialisation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
@@ -84,6 +86,24 @@ def attend_only(call: AttentionCall, only: Tensor) -> None:
     """
     with on_device_of(call.q):
         prefill.paged_prefill(call, decoded=0, only=only)
+
+
+def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
+    """Return the tables of the sequences without holes, and what is known of each sequence. See gather.py."""
+    with on_device_of(call.q):
+        return gather.present(call, prefix)
+
+
+def starts_of(lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each sequence of `lens` tokens begins in packed rows, and the end: int64 and int32 [B + 1]."""
+    with on_device_of(lens):
+        return gather.starts_of(lens)
+
+
+def store_states(call: AttentionCall, states: Sequence[tuple[Tensor, Tensor]], lens: Tensor, doubtful: Tensor) -> None:
+    """Store the state over the keys of one or two states. Modifies: call.out, call.lse, doubtful. See merge.py."""
+    with on_device_of(call.q):
+        merge.store_states(call, states, lens, doubtful)
 
 
 def objections(case: Case) -> list[str]:

@@ -1,4 +1,5 @@
-"""gather_kv: copy tokens of sequences out of their pages into rows of results, and dequantise them.
+"""gather_kv: copy tokens of sequences out of their pages into rows of results, and dequantise them; page tables without
+holes, for kernels that know none.
 
     row j of sequence b  =  the vector of the token at position first[b] + j, times its scale, rounded once
                             0 where there is no token: before 0, from seq_lens[b] on, in a punched page
@@ -10,12 +11,16 @@ Bytes     (D + Dv) * K stored elements read, and as many results written, per ro
 Tuned     not on any GPU yet.
 
 8-bit floats become fp16 by shifts, which every GPU can do; e4m3 then has an exponent that is too small by 8.
+
+`present_kernel` has one program for each sequence. It reads the table once, BLOCK entries at a time, and stores entry
+by entry where a prefix sum of the pages that are there says: 8 bytes a page.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -24,7 +29,9 @@ from pagedkv.kernels.triton.elements import number, rounded
 from pagedkv.kernels.triton.specialisation import KINDS, as_stored
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import GatherCall
+    from torch import Tensor
+
+    from pagedkv.kernels.args import AttentionCall, GatherCall
 
 
 @triton.jit
@@ -137,3 +144,78 @@ def gather_kv(call: GatherCall) -> None:
         KIND=KINDS.get(x.k.dtype, ""), K_SCALE=scale_kind(x.k_scale), V_SCALE=scale_kind(x.v_scale), PACKED=packed,
         num_warps=4,
     )  # fmt: skip
+
+
+# do_not_specialize: these numbers change from step to step
+@triton.jit(do_not_specialize=["pages", "M", "prefix"])
+def present_kernel(
+    block_table, rows, seq_lens, cu_seqlens_q, table, found, table_row, rows_stride, pages, M, prefix,
+    S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the table of one sequence without its holes, and its row of `found` (see `present`)."""
+    b, B = tl.program_id(0), tl.num_programs(0)
+    begin = tl.load(cu_seqlens_q + b)
+    new = tl.load(cu_seqlens_q + b + 1) - begin
+    total = tl.where(new > 0, tl.load(seq_lens + b), 0)
+    row = b
+    if rows is not None:
+        row = tl.load(rows + b * rows_stride)
+    block_table += row.to(tl.int64) * table_row
+    table += b.to(tl.int64) * pages
+    kept, tokens, punched = new * 0, new * 0, new * 0
+    for first in range(0, tl.minimum(pages, tl.cdiv(total, S)), BLOCK):
+        page = first + tl.arange(0, BLOCK)
+        here = tl.minimum(total - page * S, S)
+        live = (page < pages) & (here > 0)
+        frame = tl.load(block_table + page, mask=live, other=-1)
+        held = live & (frame >= 0)
+        tl.store(table + kept + tl.cumsum(held.to(tl.int32), 0) - 1, frame, mask=held)
+        kept += tl.sum(held.to(tl.int32), 0)
+        tokens += tl.sum(tl.where(held, here, 0), 0)
+        punched += tl.sum((live & (frame < 0) & (page * S + S > total - new)).to(tl.int32), 0)
+    uneven = (prefix >= 0) & ((begin != b * M) | (tokens - new != prefix))
+    tl.store(found + b, tokens)
+    tl.store(found + B + b, 0)
+    tl.store(found + 2 * B + b, ((punched > 0) | uneven).to(tl.int32))
+
+
+def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
+    """Return the tables without holes and, of each sequence: the tokens that are present, 0, and whether it is lost.
+
+    A sequence is lost if a page of its new tokens is punched. With a `prefix`, it is lost, too, if its new tokens do
+    not begin at token b * max_seqlen_q, or if it has not `prefix` tokens before them.
+
+    Shapes: int32 [B, P], entries past the last page of a sequence hold anything; int32 [3, B]
+    """
+    B, S = call.seq_lens.shape[0], call.k.shape[1]
+    pages = min(call.block_table.shape[1], -(-call.max_seqlen_k // S))
+    table, found = call.seq_lens.new_empty(B, pages), call.seq_lens.new_empty(3, B)
+    present_kernel[B,](
+        call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, table, found, call.block_table.stride(0),
+        0 if call.rows is None else call.rows.stride(0), pages, call.max_seqlen_q, -1 if prefix is None else prefix,
+        S=S, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return table, found
+
+
+@triton.jit(do_not_specialize=["B"])
+def starts_kernel(lens, wide, narrow, B, BLOCK: tl.constexpr):
+    """One program: the sums of the lengths before each sequence, and of all, as int64 and int32."""
+    tl.store(wide, 0)
+    tl.store(narrow, 0)
+    before = tl.load(lens).to(tl.int64) * 0
+    for first in range(0, B, BLOCK):
+        b = first + tl.arange(0, BLOCK)
+        n = tl.load(lens + b, mask=b < B, other=0).to(tl.int64)
+        sums = before + tl.cumsum(n, 0)
+        tl.store(wide + 1 + b, sums, mask=b < B)
+        tl.store(narrow + 1 + b, sums.to(tl.int32), mask=b < B)
+        before += tl.sum(n, 0)
+
+
+def starts_of(lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each sequence of `lens` tokens begins in packed rows, and the end: int64 and int32 [B + 1]."""
+    B = lens.shape[0]
+    wide, narrow = lens.new_empty(B + 1, dtype=torch.int64), lens.new_empty(B + 1)
+    starts_kernel[1,](lens, wide, narrow, B, BLOCK=1024, num_warps=4)
+    return wide, narrow

@@ -1,4 +1,5 @@
-"""Merging softmax over parts of the keys into softmax over all keys: partials of a launch, states of `merge_states`.
+"""Merging softmax over parts of the keys into softmax over all keys: partials of a launch, states of `merge_states`,
+results of another library (`store_states`).
 
     lse = ln sum_i e^(lse_i)        out = sum_i e^(lse_i - lse) * out_i
 
@@ -22,7 +23,11 @@ from pagedkv.kernels.triton.elements import number, rounded
 from pagedkv.kernels.triton.tile import LN2, LOG2E
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+    from pagedkv.kernels.args import AttentionCall
 
 
 @triton.jit
@@ -60,6 +65,22 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
 
 
 @triton.jit
+def merged_rows(x, a, y, b):
+    """Return rows and LSEs over the keys of both: x, y [WIDTH] or [N, WIDTH], a, b [] or [N], natural LSEs."""
+    top = tl.maximum(a, b)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    # a state with an infinite sink has lse inf: inf - inf would be NaN
+    weigh_a = tl.where(a == float("inf"), 1.0, tl.exp(a - safe))
+    weigh_b = tl.where(b == float("inf"), 1.0, tl.exp(b - safe))
+    total = weigh_a + weigh_b
+    total = tl.where(total == 0, 1.0, total)
+    by_a, by_b = weigh_a / total, weigh_b / total
+    if len(x.shape) == 2:
+        by_a, by_b = tl.broadcast_to(by_a[:, None], x.shape), tl.broadcast_to(by_b[:, None], x.shape)
+    return tl.where(by_a > 0, x * by_a, 0.0) + tl.where(by_b > 0, y * by_b, 0.0), top + tl.log(total)
+
+
+@triton.jit
 def merge_states_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, a_token, a_head, b_token, b_head, la_token, la_head, lb_token, lb_head, H,
     Dv: tl.constexpr, WIDTH: tl.constexpr,
@@ -70,16 +91,9 @@ def merge_states_kernel(
     a, b = tl.load(lse_a + token * la_token + h * la_head), tl.load(lse_b + token * lb_token + h * lb_head)
     x = number(tl.load(out_a + token * a_token + h * a_head + c, mask=c < Dv, other=0.0)).to(tl.float32)
     y = number(tl.load(out_b + token * b_token + h * b_head + c, mask=c < Dv, other=0.0)).to(tl.float32)
-    top = tl.maximum(a, b)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    # a state with an infinite sink has lse inf: inf - inf would be NaN
-    weigh_a = tl.where(a == float("inf"), 1.0, tl.exp(a - safe))
-    weigh_b = tl.where(b == float("inf"), 1.0, tl.exp(b - safe))
-    total = weigh_a + weigh_b
-    total = tl.where(total == 0, 1.0, total)
-    merged = tl.where(weigh_a > 0, x * (weigh_a / total), 0.0) + tl.where(weigh_b > 0, y * (weigh_b / total), 0.0)
+    merged, merged_lse = merged_rows(x, a, y, b)
     tl.store(out + (token * H + h) * Dv + c, rounded(merged, out.dtype.element_ty), mask=c < Dv)
-    tl.store(lse + token * H + h, top + tl.log(total))
+    tl.store(lse + token * H + h, merged_lse)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,3 +106,72 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         width = triton.next_power_of_2(Dv)
         merge_states_kernel[T, H](out_a, lse_a, out_b, lse_b, out, lse, *strides, H, Dv=Dv, WIDTH=width, num_warps=1)
     return out, lse
+
+
+@triton.jit
+def rows_at(out, lse, strides, part, row, head, ok, Dv: tl.constexpr, WIDTH: tl.constexpr):
+    """Return rows [HEADS, WIDTH] and LSEs [HEADS] of one token of a state, both float32."""
+    c = tl.arange(0, WIDTH)
+    at = part * strides[0] + row * strides[1] + head * strides[2]
+    x = tl.load(out + at[:, None] + c[None, :], mask=ok[:, None] & (c < Dv)[None, :], other=0.0)
+    lse_at = part * strides[3] + row * strides[4] + head * strides[5]
+    return number(x).to(tl.float32), tl.load(lse + lse_at, mask=ok, other=float("-inf"))
+
+
+@triton.jit(do_not_specialize=["B", "steps", "length"])
+def store_states_kernel(
+    out_a, lse_a, a_strides, out_b, lse_b, b_strides, out, lse, cu_seqlens_q, lens, doubtful, H, B, steps, length,
+    out_token, out_head, lse_token, Dv: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One program: HEADS heads of one token. steps: of the binary search over B sequences.
+
+    The rows are loaded before the search, so that both wait for memory at the same time. Rows of padding exist and hold
+    anything.
+    """
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    ok = head < H
+    wide, part, row = head.to(tl.int64), (token // length).to(tl.int64), (token % length).to(tl.int64)
+    value, log = rows_at(out_a, lse_a, a_strides, part, row, wide, ok, Dv, WIDTH)
+    if out_b is not None:
+        other, other_log = rows_at(out_b, lse_b, b_strides, part, row, wide, ok, Dv, WIDTH)
+    sequence, beyond = token * 0, token * 0 + B
+    for _ in range(steps):
+        middle = (sequence + beyond) // 2
+        is_before = tl.load(cu_seqlens_q + middle) <= token
+        sequence = tl.where(is_before, middle, sequence)
+        beyond = tl.where(is_before, beyond, middle)
+    if out_b is not None:
+        value, log = merged_rows(value, log, other, other_log)
+    written = ok & (token + 0 * head < tl.load(cu_seqlens_q + B))
+    sees = tl.load(lens + sequence) + 0 * head > 0
+    value = tl.where(tl.broadcast_to((sees & written)[:, None], value.shape), value, 0.0)
+    log = tl.where(sees, log, float("-inf"))
+    c = tl.arange(0, WIDTH)
+    to = out + token.to(tl.int64) * out_token + wide[:, None] * out_head + c[None, :]
+    tl.store(to, rounded(value, out.dtype.element_ty), mask=written[:, None] & (c < Dv)[None, :])
+    tl.store(lse + token.to(tl.int64) * lse_token + head, log, mask=written)
+    bad = tl.sum(tl.sum((value != value).to(tl.int32), 1), 0)
+    tl.store(doubtful + sequence, 1, mask=bad > 0)
+
+
+def store_states(call: AttentionCall, states: Sequence[tuple[Tensor, Tensor]], lens: Tensor, doubtful: Tensor) -> None:
+    """Store the state over the keys of one or two states. A sequence of length 0 gives 0 and -inf.
+
+    Shapes:   each state out [X, N, H, Dv] and lse float32 [X, N, H], any strides, last dim of out contiguous: token t
+              is row t % N of part t // N; lens, doubtful int32 [B]
+    Modifies: call.out, call.lse; doubtful: 1 where a result of the sequence is NaN
+    """
+    (T, H, Dv), B = call.out.shape, lens.shape[0]
+    width = triton.next_power_of_2(Dv)
+    heads = min(triton.next_power_of_2(H), max(1, 4096 // width))
+    (out_a, lse_a), (out_b, lse_b) = states[0], states[1] if len(states) == 2 else (None, None)
+    a, b = (
+        (0,) * 6 if out is None or part is None else (*out.stride()[:3], *part.stride())
+        for out, part in ((out_a, lse_a), (out_b, lse_b))
+    )
+    store_states_kernel[T, triton.cdiv(H, heads)](
+        out_a, lse_a, a, out_b, lse_b, b, call.out, call.lse, call.cu_seqlens_q, lens, doubtful, H, B, B.bit_length(),
+        out_a.shape[1], *call.out.stride()[:2], call.lse.stride(0),
+        Dv=Dv, WIDTH=width, HEADS=heads, num_warps=max(1, min(8, heads * width // 512)),
+    )  # fmt: skip

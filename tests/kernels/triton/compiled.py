@@ -172,6 +172,21 @@ def merge() -> None:
     merge_states(out, lse, out.clone(), lse.clone())
 
 
+def fused(num_states: int) -> None:
+    """Both ends of the backend `library`: a prompt of 8192 tokens, or a chunk of 2048 behind 30720."""
+    import torch
+
+    from pagedkv.kernels.triton.backend import present, starts_of, store_states
+
+    call = typical_call(B=1, q_len=8192 // num_states**2, n=8192 * num_states**2)
+    T, H, D = call.q.shape
+    _, (lens, _, doubtful) = present(call, 0)
+    starts_of(lens)
+    # heads outermost in the LSEs, as libraries have them
+    states = [(torch.empty(1, T, H, D, dtype=call.q.dtype), torch.empty(1, H, T).transpose(1, 2))] * num_states
+    store_states(call, states, lens, doubtful)
+
+
 def copy() -> None:
     import torch
 
@@ -194,6 +209,8 @@ LAUNCHES |= {
     "write, rotated": lambda: write(rope=True),
     **{f"write, {kv}": (lambda kv=kv: write(kv)) for kv in QUANTISED},
     "merge": merge,
+    "library, one state": lambda: fused(1),
+    "library, two states": lambda: fused(2),
     "gather": gather,
     **{f"gather, {kv}": (lambda kv=kv: gather(kv)) for kv in QUANTISED},
     "copy": copy,
@@ -260,8 +277,16 @@ def report(name: str, arch: str) -> list[dict[str, Any]]:
         about = {"kernel": kernel, "hash": compiled.hash, "shared": compiled.metadata.shared}
         about |= {"loops": asm["ttgir"].count("scf.for"), "products": wide, "narrow": narrow}
         about |= nvidia(asm["cubin"]) if arch.startswith("sm_") else amd(asm["amdgcn"])
-        found.append(about | ({"order": order(asm["ptx"])} if "ptx" in asm else {}))
+        found.append(
+            about | ({"order": order(asm["ptx"]), "first_loads": first_loads(asm["ptx"])} if "ptx" in asm else {})
+        )
     return found
+
+
+def first_loads(ptx: str) -> str:
+    """Return the loads before the first branch in the text: "w", one of 16 bytes, or "n", a narrower one."""
+    before = re.split(r"\n\s*(?:@!?%p\d+ )?bra", ptx)[0]
+    return "".join("w" if ".v4" in load else "n" for load in re.findall(r"ld\.global[\w.]*", before))
 
 
 def order(ptx: str) -> str:

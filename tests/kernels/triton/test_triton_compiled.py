@@ -35,11 +35,17 @@ RESIDENT = dict.fromkeys(("decode", "decode, page 64", "decode, head 64", "decod
 
 REGISTERS = {
     "merge_kernel": 128,
+    "present_kernel": 128,
     **dict.fromkeys(
-        "write_kernel gather_kernel copy_kernel merge_splits_kernel merge_states_kernel read_kernel".split(), 64
+        (
+            "write_kernel gather_kernel copy_kernel merge_splits_kernel merge_states_kernel read_kernel starts_kernel "
+            "store_states_kernel"
+        ).split(),
+        64,
     ),
 }
-"""Registers of kernels that hide latency with many programs at a time; the widest merges rows of 512.
+"""Registers of kernels that hide latency with many programs at a time; the widest merges rows of 512, or sums 1024
+entries of a table.
 
 The attention kernels may use all registers.
 """
@@ -94,6 +100,8 @@ DEFAULT = [
     ("decode, one launch", "sm_90"),
     ("copy", "sm_90"),
     ("merge", "sm_90"),
+    ("library, one state", "sm_90"),
+    ("library, two states", "sm_90"),
 ]
 ALL = [
     (name, arch)
@@ -139,10 +147,11 @@ def stays_within_budget(name: str, arch: str, launches: list[dict[str, Any]]) ->
         allowed, _ = MORE_SPILLS.get((name, arch), (SPILLS, ""))
         assert launch["spills"] <= allowed, where
         assert not launch["narrow"], f"products of 32 bits reach an address in {where}"
-        assert launch["products"] > 0, where
+        # an address in starts_kernel is a pointer and the number of a sequence
+        assert launch["products"] > 0 or launch["kernel"] == "starts_kernel", where
         if launch["kernel"] in ("decode_kernel", "prefill_kernel"):
             attends_well(name, arch, launch, where)
-        if launch["kernel"] in ("copy_kernel", "read_kernel"):
+        if launch["kernel"] in ("copy_kernel", "read_kernel", "store_states_kernel"):
             assert launch["wide"] > 0, where
 
 
@@ -198,6 +207,15 @@ def test_keys_of_bfloat16_are_loaded_16_bytes_at_a_time() -> None:
     decode = reports(tuple(DEFAULT))["decode", "sm_90"][0]
     assert decode["async"] > 0
     assert decode["narrow_async"] == 0
+
+
+def test_the_end_of_the_library_has_its_rows_under_way_before_it_looks_for_the_sequence() -> None:
+    """A thread loads 16 elements of each state, 16 bytes at a time, all of them before the first wait."""
+    for name, wide in (("library, one state", 2), ("library, two states", 4)):
+        (launch,) = [x for x in reports(tuple(DEFAULT))[name, "sm_90"] if x["kernel"] == "store_states_kernel"]
+        assert launch["wide"] == wide, launch
+        assert launch["first_loads"].startswith("w" * 2), launch
+        assert launch["first_loads"].count("w") == wide, launch
 
 
 def test_steps_of_other_sizes_compile_no_other_kernel() -> None:
