@@ -50,7 +50,7 @@ from pagedkv.kernels.args import (
     WriteCall,
     bound_fields,
 )
-from pagedkv.kernels.case import LONG_PREFILL, LONG_PREFILL_FEATURES, attention_case, long_prefill, write_case
+from pagedkv.kernels.case import LONG_PREFILL, attention_case, is_long_prefill, write_case
 from pagedkv.kernels.operators import attend_by_operator, slots_of, tokens_of, write_by_operator
 from pagedkv.kernels.padded import attend_padded
 
@@ -191,17 +191,15 @@ class BoundAttention(_Bound):
         serve = super()._server(case, kernel)
         if case.device != "cuda":
             return serve
-        by_features: dict[tuple[str, ...], Callable[..., None]] = {(): serve}
-        for features in (LONG_PREFILL_FEATURES[:1], LONG_PREFILL_FEATURES):
-            other = registry.resolve(case._replace(features=case.features | {*features}), self._backend)
-            by_features[features] = serve if other is kernel else self._serve(other)
-        if all(each is serve for each in by_features.values()):
+        other = registry.resolve(case._replace(features=case.features | {"long_prefill"}), self._backend)
+        if other is kernel:
             return serve
+        serve_long = self._serve(other)
 
         def route(*arguments: Any) -> None:
             q, _, _, seq_lens, _, max_seqlen_q, max_seqlen_k, *_ = arguments
-            is_long = max_seqlen_q >= LONG_PREFILL
-            by_features[long_prefill(q, seq_lens, max_seqlen_k) if is_long else ()](*arguments)
+            is_long = max_seqlen_q >= LONG_PREFILL and is_long_prefill(q, seq_lens, max_seqlen_k)
+            (serve_long if is_long else serve)(*arguments)
 
         return route
 

@@ -34,8 +34,7 @@ class Case(NamedTuple):
     device_index: which device of its type; None: the current one. A machine may have two kinds of GPUs.
     features: a set of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens",
               "tensor_scale" and "token_head_scale"; for a write, "rope"; for a call on a GPU, "long_prefill"
-              (`is_long_prefill`) and, beside it, "whole_prompts" (`is_whole_prompts`): no kernel objects to these,
-              but they change the order of preference.
+              (`is_long_prefill`): no kernel objects to it, but it changes the order of preference.
     """
 
     op: str = "paged_attention"
@@ -115,8 +114,8 @@ def attention_case(
         ("softcap", options.softcap),
         ("non_causal", not options.causal or causal_of is not None),
         ("tree_mask", tree_mask is not None),
+        ("long_prefill", q is not None and batch is not None and is_long_prefill(q, *batch)),
     )
-    features |= {*(() if q is None or batch is None else long_prefill(q, *batch))}
     geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
     if q is None:
         heads = [len(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
@@ -125,7 +124,6 @@ def attention_case(
     return Case("paged_attention", q.device.type, quant.NAMES[q.dtype], num_heads=q.shape[1], **geometry)
 
 
-LONG_PREFILL_FEATURES: Final = ("long_prefill", "whole_prompts")
 LONG_PREFILL: Final = 1024
 """New tokens of a sequence, on average, from which a call on a GPU is a long prefill."""
 
@@ -142,18 +140,6 @@ def is_long_prefill(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> bool:
     """
     B = seq_lens.shape[0]
     return q.device.type == "cuda" and q.shape[0] >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED
-
-
-def is_whole_prompts(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> bool:
-    """Return whether by the bounds no sequence has keys before its new tokens, and all have equally many."""
-    return q.shape[0] == seq_lens.shape[0] * max_seqlen_k
-
-
-def long_prefill(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> tuple[str, ...]:
-    """Return the features of a long prefill that a call has."""
-    if not is_long_prefill(q, seq_lens, max_seqlen_k):
-        return ()
-    return LONG_PREFILL_FEATURES[: 1 + is_whole_prompts(q, seq_lens, max_seqlen_k)]
 
 
 def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:

@@ -1,37 +1,37 @@
 """The backend "library": plain causal attention by torch's flash attention, on keys gathered from their pages.
 
-    pages  --(_present)-->  tables without holes  --(gather_kv)-->  packed K, V  --(flash attention)-->  out, lse
+    pages -(_present)-> tables without holes -(gather_kv)-> K, V -(flash attention)-> states -(_store)-> out, lse
 
 It is for long prompts, whose products cost much more than a copy of their keys. "auto" chooses it for these alone
 (registry.py). The other operations go to the kernel that "auto" chooses among all others.
-
-Two things are not flash attention's:
-
-    holes            punched pages are left out of the tables. Then the new tokens are still the last ones, so that the
-                     mask is right, unless a page of new tokens is punched itself.
-    hidden values    0 * NaN is NaN, so a value that is not finite may reach queries that do not see it.
-
-`_doubtful` marks the sequences with such a page, or with NaN in their results. Another kernel computes these a second
-time: Triton's prefill on a GPU, where programs of other sequences end at once, so the host reads nothing back.
 
 The products are made by the first of these that serves the call:
 
     FlashAttention 3  where torch.nn.attention has activated it. It reads keys of the queries' dtype in their pages,
                       without a copy, where torch's operator takes a block table (2.12 and later).
-    cuDNN             whole prompts of one length. torch's own check (can_use_cudnn_attention) says whether cuDNN is
-                      there and takes the heads. Its mask begins at the first key, and the host knows bounds alone:
-                      if lengths on the device are not those of whole prompts, all sequences are doubtful.
+    cuDNN             whole prompts of one length, and one sequence with keys before its new tokens. torch's own check
+                      (can_use_cudnn_attention) says whether cuDNN is there and takes the heads. products.py has the
+                      shapes of its calls.
     FlashAttention 2  all other calls on a GPU
     CPU               torch's flash attention for the CPU, one sequence at a time, to prove this file
 
-The buffer of keys has the size that the bounds allow, B * max_seqlen_k.
+A sequence is doubtful, and another kernel computes it a second time, if
+
+    a page of its new tokens is punched   other holes are left out of the tables. The new tokens are still the last ones
+    a result is NaN                       0 * NaN is NaN, so a value that is not finite may reach queries that do not
+                                          see it
+    cuDNN was called and its lengths are  cuDNN's mask knows nothing of lengths, and the host knows bounds alone: they
+    not those that the bounds say         must be the lengths
+
+The second kernel is Triton's prefill on a GPU, where programs of other sequences end at once, so the host reads nothing
+back. `_present` and `_store` are one Triton kernel each there; torch's operations, here, are their definition.
 """
 
 from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,14 @@ from torch import Tensor
 from pagedkv.kernels import checks, registry
 from pagedkv.kernels.args import GatherCall, GatherSource
 from pagedkv.kernels.case import attention_case, copy_case, gather_case, merge_case, write_case
+from pagedkv.kernels.library.products import State, products_of
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, WriteCall
     from pagedkv.kernels.case import Backend, Case
 
 LARGEST_HEAD_DIM: Final = 256
-SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "long_prefill", "whole_prompts"})
+SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "long_prefill"})
 """The features of a case that it serves. Scales are multiplied where keys are gathered."""
 
 
@@ -72,34 +73,45 @@ def objections(case: Case) -> list[str]:
     return found
 
 
+class Present(NamedTuple):
+    """Of each sequence: its page table without holes, its tokens that are there, 0, and whether it is doubtful.
+
+    Shapes: table int32 [B, P], entries past the last page hold anything; lens, zeros, doubtful int32 [B]
+    """
+
+    table: Tensor
+    lens: Tensor
+    zeros: Tensor
+    doubtful: Tensor
+
+
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse.
 
     Raises: InvalidRequest, on the CPU, for tables that name what is not there
     """
-    if call.q.device.type == "cpu":
+    if _on_host(call):
         checks.table_values(call)
-    T, B = call.q.shape[0], call.seq_lens.shape[0]
-    if not T or not B or not call.max_seqlen_q:
+    if not call.q.shape[0] or not call.seq_lens.shape[0] or not call.max_seqlen_q:
         return
-    table, lens, lost = _present(call)
-    out, lse, wrong = (_on_cpu if call.q.device.type == "cpu" else _on_gpu)(call, table, lens)
-    lost = lost if wrong is None else lost | wrong
-    token = torch.arange(T, device=call.q.device, dtype=torch.int32)
-    sequence = torch.searchsorted(call.cu_seqlens_q.narrow(0, 1, B), token, right=True)  # B for padding
-    ends = torch.nn.functional.pad(lens, (0, 1), value=1)
-    blind = (ends.index_select(0, sequence) == 0).unsqueeze(1)
-    written = (sequence < B).unsqueeze(1)
-    lse = lse.masked_fill(blind, -torch.inf)
-    out = out.masked_fill_(blind.unsqueeze(2), 0.0)
-    torch.where(written.unsqueeze(2), out, call.out, out=call.out)
-    torch.where(written, lse, call.lse, out=call.lse)
-    _repair(call, _doubtful(out, sequence, lost))
+    found, states = (_on_cpu if _on_host(call) else _on_gpu)(call)
+    _store(call, states, found)
+    _repair(call, found.doubtful)
 
 
-def _present(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tables without holes [B, P], the tokens of each sequence that are present int32 [B], and which
-    sequences have new tokens in punched pages, bool [B]."""
+def _on_host(call: AttentionCall) -> bool:
+    return call.q.device.type == "cpu"
+
+
+def _present(call: AttentionCall, prefix: int | None = None) -> Present:
+    """Return what is there of each sequence.
+
+    prefix: how many tokens must be there before the new ones, which must begin at token b * max_seqlen_q; any other
+            sequence is doubtful. None: these are free.
+    """
+    if not _on_host(call):
+        table, (lens, zeros, doubtful) = _triton("backend").present(call, prefix)
+        return Present(table, lens, zeros, doubtful)
     B, S = call.seq_lens.shape[0], call.k.shape[1]
     new = call.cu_seqlens_q.diff()
     total = torch.where(new > 0, call.seq_lens, 0).unsqueeze(1)
@@ -112,38 +124,76 @@ def _present(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     has_new = first + S > total - new.unsqueeze(1)
     order = hole.to(torch.uint8).argsort(stable=True, dim=1)
     lens = tokens.masked_fill(hole, 0).sum(1, dtype=torch.int32)
-    return table.gather(1, order), lens, (hole & has_new).any(1)
+    doubtful = (hole & has_new).any(1)
+    if prefix is not None:
+        begin = torch.arange(B, dtype=torch.int32) * call.max_seqlen_q
+        doubtful |= (call.cu_seqlens_q[:B] != begin) | (lens - new != prefix)
+    return Present(table.gather(1, order), lens, torch.zeros_like(lens), doubtful.int())
 
 
-def _gathered(call: AttentionCall, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys and values of all sequences [N, K, D], packed, and int64 [B + 1]: where each sequence begins."""
-    source = GatherSource(*call[:4], table, None, lens, torch.zeros_like(lens))
-    starts = source.starts()
-    on_cpu = lens.device.type == "cpu"
-    rows = int(starts[-1]) if on_cpu else lens.shape[0] * call.max_seqlen_k
+def _store(call: AttentionCall, states: list[State], found: Present) -> None:
+    """Store the state over the keys of one or two states, 0 and -inf for a sequence without keys.
+
+    Modifies: call.out, call.lse; found.doubtful, where a result is NaN
+    """
+    if not _on_host(call):
+        return _triton("backend").store_states(call, states, found.lens, found.doubtful)  # type: ignore[no-any-return]
+    B = found.lens.shape[0]
+    outs, lses = ([x.flatten(0, 1) for x in parts] for parts in zip(*states, strict=True))
+    out, lse = (outs[0], lses[0]) if len(states) == 1 else _merged(outs, lses)
+    token = torch.arange(call.q.shape[0], dtype=torch.int32)
+    sequence = torch.searchsorted(call.cu_seqlens_q.narrow(0, 1, B), token, right=True)  # B for padding
+    ends = torch.nn.functional.pad(found.lens, (0, 1), value=1)
+    blind, written = (ends.index_select(0, sequence) == 0).unsqueeze(1), (sequence < B).unsqueeze(1)
+    out, lse = out.masked_fill(blind.unsqueeze(2), 0.0), lse.masked_fill(blind, -torch.inf)
+    torch.where(written.unsqueeze(2), out, call.out, out=call.out)
+    torch.where(written, lse, call.lse, out=call.lse)
+    found.doubtful[sequence[out.isnan().any(2).any(1) & written[:, 0]]] = 1
+
+
+def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return out and lse over the keys of two states, by the formula of `merge_states`."""
+    lse = torch.logaddexp(*lses)
+    weights = [(x - torch.where(lse == -torch.inf, 0.0, lse)).exp().unsqueeze(2) for x in lses]
+    parts = [torch.where(w > 0, out.float() * w, 0.0) for out, w in zip(outs, weights, strict=True)]
+    return (parts[0] + parts[1]).to(outs[0].dtype), lse
+
+
+def _gathered(call: AttentionCall, found: Present) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys and values of all sequences [N, K, D], packed, and int32 [B + 1]: where each sequence begins."""
+    source = GatherSource(*call[:4], found.table, None, found.lens, found.zeros)
+    starts, narrow = _triton("backend").starts_of(found.lens) if not _on_host(call) else (source.starts(),) * 2
+    rows = int(starts[-1]) if _on_host(call) else found.lens.shape[0] * call.max_seqlen_k
     k, v = (call.q.new_empty(rows, call.k.shape[2], call.q.shape[2]) for _ in range(2))
     gather_kv(GatherCall(source, starts, k, v))
-    return k, v, starts
+    return k, v, narrow
 
 
-def _on_gpu(call: AttentionCall, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out [T, H, D], lse [T, H], and whether both are wrong, a bool on the device; None: they are right. Rows
-    past the last sequence hold anything."""
+def _on_gpu(call: AttentionCall) -> tuple[Present, list[State]]:
+    """Return what is there of each sequence, and the states of its new tokens. Rows past the last sequence hold
+    anything."""
     if _reads_pages(call):
-        return *_flash(call, call.k, call.v, None, seqused_k=lens, block_table=table), None
-    k, v, starts = _gathered(call, table, lens)
-    if _is_whole(call):
-        prompts = [x.view(len(lens), call.max_seqlen_q, *x.shape[1:]).transpose(1, 2) for x in (call.q, k, v)]
-        if _cudnn_serves(*prompts):
-            return *_by_cudnn(call, *prompts), _uneven(call, starts)
-    return *_flash(call, k, v, starts.int()), None
+        found = _present(call)
+        return found, [_flash(call, call.k, call.v, None, seqused_k=found.lens, block_table=found.table)]
+    products = products_of(call, _activated() is not None)
+    if products is not None:
+        found = _present(call, products.prefix)
+        source = GatherSource(*call[:4], found.table, None, found.lens, found.zeros)
+        gather_kv(GatherCall(source, None, products.k, products.v))
+        return found, products.states(call.scale)
+    found = _present(call)
+    return found, [_flash(call, *_gathered(call, found))]
+
+
+def _activated() -> str | None:
+    """Return the implementation of flash attention that torch.nn.attention has activated, or None."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # type: ignore[no-any-return]
 
 
 def _reads_pages(call: AttentionCall) -> bool:
     """Return whether flash attention reads this pool in its pages."""
-    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     plain = call.k.dtype == call.q.dtype and call.k_scale is None and call.v_scale is None
-    return active == "FA3" and plain and _takes_pages()
+    return _activated() == "FA3" and plain and _takes_pages()
 
 
 @cache
@@ -153,8 +203,8 @@ def _takes_pages() -> bool:
     return any(argument.name == "block_table" for argument in operator._schema.arguments)
 
 
-def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D] and lse [T, H] by FlashAttention 2, or by what torch.nn.attention has activated.
+def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **pages: Tensor) -> State:
+    """Return the state of all new tokens by FlashAttention 2, or by what torch.nn.attention has activated.
 
     pages: lengths and page table, where k and v are the pool.
     """
@@ -162,37 +212,13 @@ def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **p
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         call.q, k, v, call.cu_seqlens_q, starts, *bounds, 0.0, True, False, scale=call.scale, **pages
     )
-    return out, lse.t()
+    return State(out.unsqueeze(0), lse.t().unsqueeze(0))
 
 
-def _is_whole(call: AttentionCall) -> bool:
-    """Return whether, by the host's bounds, every sequence is a whole prompt of max_seqlen_q tokens."""
-    return call.q.shape[0] == call.seq_lens.shape[0] * call.max_seqlen_k and call.max_seqlen_q == call.max_seqlen_k
-
-
-def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether torch would call cuDNN for q [B, H, M, D] and k, v [B, K, M, D]."""
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
-    return torch.backends.cuda.can_use_cudnn_attention(params)
-
-
-def _by_cudnn(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D] and lse [T, H] of whole prompts q [B, H, M, D] and k, v [B, K, M, D]."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, True, False, scale=call.scale
-    )
-    return out.transpose(1, 2).flatten(0, 1), lse.reshape(q.shape[:3]).transpose(1, 2).flatten(0, 1)
-
-
-def _uneven(call: AttentionCall, starts: Tensor) -> Tensor:
-    """Return a bool on the device: whether some sequence is no whole prompt of max_seqlen_q tokens."""
-    even = torch.arange(len(starts), device=starts.device) * call.max_seqlen_q
-    return ((starts != even) | (call.cu_seqlens_q != even)).any()
-
-
-def _on_cpu(call: AttentionCall, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _on_cpu(call: AttentionCall) -> tuple[Present, list[State]]:
     """Compute as `_on_gpu` does, one sequence after another."""
-    k, v, starts = _gathered(call, table, lens)
+    found = _present(call)
+    k, v, starts = _gathered(call, found)
     G = call.q.shape[1] // k.shape[1]
     out, lse = torch.zeros_like(call.q), call.lse.new_full(call.lse.shape, -torch.inf)
     queries, keys = call.cu_seqlens_q.tolist(), starts.tolist()
@@ -203,23 +229,16 @@ def _on_cpu(call: AttentionCall, table: Tensor, lens: Tensor) -> tuple[Tensor, T
             continue
         mask = torch.zeros(m, n).masked_fill_(~torch.ones(m, n, dtype=torch.bool).tril_(n - m), -torch.inf)
         qkv = (call.q[rows], k[at].repeat_interleave(G, 1), v[at].repeat_interleave(G, 1))
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(0, 1).unsqueeze(0) for x in qkv), 0.0, False, attn_mask=mask, scale=call.scale
         )
-        out[rows], lse[rows] = (x.squeeze(0).transpose(0, 1) for x in found)
-    return out, lse, None
-
-
-def _doubtful(out: Tensor, sequence: Tensor, lost: Tensor) -> Tensor:
-    """Return int32 [B]: not 0 for sequences that flash attention may have computed wrongly."""
-    is_nan = out.sum((1, 2), dtype=torch.float32).isnan()
-    counts = lost.new_zeros(lost.shape[0] + 1, dtype=torch.int32).index_add_(0, sequence, is_nan.int())
-    return counts.narrow(0, 0, lost.shape[0]) + lost
+        out[rows], lse[rows] = (x.squeeze(0).transpose(0, 1) for x in one)
+    return found, [State(out.unsqueeze(0), lse.unsqueeze(0))]
 
 
 def _repair(call: AttentionCall, doubtful: Tensor) -> None:
     """Compute the doubtful sequences again with another kernel. Modifies: their rows of call.out and call.lse."""
-    if call.q.device.type != "cpu":
+    if not _on_host(call):
         _triton("backend").attend_only(call, doubtful)
     elif doubtful.any():
         again = _other(attention_case(call, call, call.q, (None, None)))

@@ -79,7 +79,7 @@ def keeps_the_contract(case: Case, runner: Runner) -> None:
 
 
 def test_the_grid_has_punched_pages_of_old_tokens_and_of_new_ones() -> None:
-    doubtful = [backend._present(call_of(case.build()))[2].any() for case in CASES if case.punched]
+    doubtful = [backend._present(call_of(case.build())).doubtful.any() for case in CASES if case.punched]
     assert any(doubtful)
     assert not all(doubtful)
 
@@ -123,168 +123,6 @@ def test_a_long_sequence_alone_is_computed_again_where_its_result_is_nan(monkeyp
     monkeypatch.setattr(registry, "other_than", other_than)
     LIBRARY.attend(built)
     assert served == [("library", "gather_kv"), ("library", "paged_attention")]
-
-
-class Launches:
-    """Stand-ins for Triton's kernels on a GPU: they record what they are given."""
-
-    def __init__(self) -> None:
-        self.gathered: list[Any] = []
-        self.again: list[Any] = []
-
-    def load(self) -> Launches:
-        return self
-
-    def gather_kv(self, call: Any) -> None:
-        self.gathered.append(call)
-
-    def attend_only(self, call: Any, only: Any) -> None:
-        self.again.append((call, only))
-
-
-@pytest.mark.parametrize("rows", [False, True])
-def test_on_a_gpu_the_host_reads_no_tensor(rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches()
-    monkeypatch.setattr(registry, "other_than", lambda name, case: launches)
-    monkeypatch.setattr(backend, "_triton", lambda name: launches)
-    with FakeTensorMode(), torch.device("cuda:0"):
-        call = typical_call(B=2, q_len=2048, n=6000)
-        if rows:
-            call = call._replace(rows=torch.zeros(2, dtype=torch.int32))
-        backend.paged_attention(call)
-        ((gather,), ((again, only),)) = launches.gathered, launches.again
-        assert gather.k_out.shape == gather.v_out.shape == (2 * 6000, 8, 128)
-        assert gather.source.block_table.shape == (2, 375)
-        assert (gather.starts.shape, gather.starts.dtype) == ((3,), torch.int64)
-        assert again is call
-        assert (only.shape, only.dtype, only.device) == ((2,), torch.int32, call.q.device)
-
-
-# --- the choice between FlashAttention 3, cuDNN and FlashAttention 2 --------------------------------------------------
-
-
-def math(q: Any, k: Any, v: Any, *, scale: float) -> tuple[Any, Any]:
-    """Return out and lse [B, H, M, 1] of attention whose mask begins at the first key, as cuDNN's does."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).float() for x in (k, v))
-    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-    scores = (q.float() @ k.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1, keepdim=True)
-
-
-@pytest.fixture
-def by_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Let the code for a GPU run on the CPU, with a stand-in for cuDNN; return the shapes of its queries."""
-    shapes: list[tuple[int, ...]] = []
-
-    def cudnn(q: Any, k: Any, v: Any, *options: Any, scale: float) -> tuple[Any, ...]:
-        assert options == (None, True, 0.0, True, False)
-        shapes.append(tuple(q.shape))
-        return *math(q, k, v, scale=scale), None
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
-    monkeypatch.setattr(backend, "_cudnn_serves", lambda q, k, v: True)
-    on_cpu, gathered = backend._on_cpu, backend._gathered
-
-    def gathered_on_gpu(call: Any, *about: Any) -> tuple[Any, ...]:
-        """Return buffers as large as the bounds allow, with NaN after the last key."""
-        k, v, starts = gathered(call, *about)
-        rows = len(call.seq_lens) * call.max_seqlen_k - len(k)
-        return *(torch.cat([x, x.new_full((rows, *x.shape[1:]), torch.nan)]) for x in (k, v)), starts
-
-    monkeypatch.setattr(backend, "_on_cpu", backend._on_gpu)
-    monkeypatch.setattr(backend, "_gathered", gathered_on_gpu)
-    monkeypatch.setattr(backend, "_flash", lambda call, *about: on_cpu(call, *backend._present(call)[:2])[:2])
-    return shapes
-
-
-SQUARE = Case(q_lens=(40, 40), kv_lens=(40, 40), heads=(8, 2), dtype="bfloat16", layout="HND")
-
-
-def test_whole_prompts_of_one_length_go_to_cudnn(
-    by_cudnn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "attention_case", None)  # a second computation would fail
-    keeps_the_contract(SQUARE, LIBRARY)
-    assert by_cudnn == [(2, 8, 40, SQUARE.dims[0])]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"q_lens": (40, 37), "kv_lens": (40, 37), "padding": 3},
-        {"q_lens": (37, 40), "kv_lens": (37, 40), "padding": 3},
-        {"kv_lens": (40, 40), "punched": True},
-    ],
-    ids=["a short last one", "a short first one", "a punched page"],
-)
-def test_prompts_that_the_host_takes_for_whole_ones_are_computed_again(
-    changes: dict[str, Any], by_cudnn: list[tuple[int, ...]]
-) -> None:
-    case = replace(SQUARE, **{name: value for name, value in changes.items() if name != "punched"})
-    built = case.build()
-    if "punched" in changes:
-        built.batch.block_table[0, 0] = -1
-    out, lse = LIBRARY.attend(built)
-    assert len(by_cudnn) == 1
-    rows, exact, low = sum(case.q_lens), oracle(built), same_precision(built)
-    error = np.abs(out.double().numpy()[:rows] - exact.out[:rows]).max()
-    assert error <= allowed_error(case, exact.out[:rows], low.out[:rows])
-    seen = ~np.isneginf(exact.lse[:rows])
-    error = np.abs(lse.double().numpy()[:rows][seen] - exact.lse[:rows][seen]).max()
-    assert error <= allowed_error(case, exact.lse[:rows][seen], low.lse[:rows][seen])
-
-
-@pytest.mark.parametrize("case", [PREFILL, replace(SQUARE, kv_lens=(41, 41))], ids=["mixed", "chunks"])
-def test_chunks_never_go_to_cudnn(case: Case, by_cudnn: list[tuple[int, ...]]) -> None:
-    keeps_the_contract(case, LIBRARY)
-    assert by_cudnn == []
-
-
-def test_without_cudnn_whole_prompts_go_to_flash_attention(
-    by_cudnn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    if not torch.cuda.is_available() and torch.version.cuda is None:  # a build for CUDA asks the driver
-        q = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16)
-        assert backend._cudnn_serves(q, q[:, :2], q[:, :2]) is False, "torch's own check decides"
-    keeps_the_contract(SQUARE, LIBRARY)
-    assert by_cudnn == []
-
-
-@pytest.mark.parametrize(
-    ("active", "kv", "gathers"), [("FA3", "", 0), ("FA3", "fp8_e4m3/tensor", 1), ("FA4", "", 1), (None, "", 1)]
-)
-def test_flash_attention_3_reads_a_pool_of_the_queries_dtype_in_its_pages(
-    active: str | None, kv: str, gathers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches, given = Launches(), []
-    monkeypatch.setattr(registry, "other_than", lambda name, case: launches)
-    monkeypatch.setattr(backend, "_triton", lambda name: launches)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active, raising=False)
-    monkeypatch.setattr(backend, "_takes_pages", lambda: True)
-
-    def forward(q: Any, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        given.append((arguments, named))
-        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    with FakeTensorMode(), torch.device("cuda:0"):
-        call = typical_call(B=2, q_len=2048, n=6000, kv=kv)
-        backend.paged_attention(call)
-    assert len(launches.gathered) == gathers
-    (((k, v, starts, ends, *numbers), named),) = given
-    assert numbers == [2048, 6000, 0.0, True, False]
-    if gathers:
-        assert (k.shape, ends.dtype, set(named)) == ((2 * 6000, 8, 128), torch.int32, {"scale"})
-    else:
-        assert (k is call.k, v is call.v, starts is call.cu_seqlens_q, ends) == (True, True, True, None)
-        assert (named["block_table"].shape, named["block_table"].dtype) == ((2, 375), torch.int32)
-        assert (named["seqused_k"].shape, named["seqused_k"].dtype) == ((2,), torch.int32)
-
-
-def test_torchs_operator_takes_pages_where_its_schema_says_so() -> None:
-    takes = "block_table" in str(torch.ops.aten._flash_attention_forward.default._schema)
-    assert backend._takes_pages() is takes
 
 
 @pytest.mark.parametrize(
@@ -333,7 +171,6 @@ class Named(Kernel):
 
 
 LONG = cases.Case(device="cuda", dtype="bfloat16", features=frozenset({"long_prefill"}))
-WHOLE = LONG._replace(features=frozenset({"long_prefill", "whole_prompts"}))
 NAMES = ("triton", "cuda", "library", "reference")
 
 
@@ -350,18 +187,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return objecting
 
 
-@pytest.mark.parametrize(
-    ("case", "order"),
-    [(LONG, ("triton", "library", "cuda", "reference")), (WHOLE, ("library", "triton", "cuda", "reference"))],
-    ids=["chunk", "whole"],
-)
-def test_a_long_prefill_goes_to_cuda_only_where_neither_the_library_nor_triton_can(
-    case: cases.Case, order: tuple[str, ...], on_a_gpu: set[str]
-) -> None:
-    """A whole prompt goes to the library, which has cuDNN for it; a chunk to Triton."""
-    for name in order:
+def test_a_long_prefill_goes_to_the_library_then_to_triton_then_to_cuda(on_a_gpu: set[str]) -> None:
+    for name in ("library", "triton", "cuda", "reference"):
         registry._resolve.cache_clear()
-        assert registry.resolve(case).name == explain(case).chosen == name
+        assert registry.resolve(LONG).name == explain(LONG).chosen == name
         on_a_gpu.add(name)
 
 
@@ -382,8 +211,8 @@ def test_on_a_cpu_auto_never_asks_the_library() -> None:
 @pytest.mark.parametrize(
     ("lens", "B", "longest", "features"),
     [
-        ((1024,), 1, 1024, {"long_prefill", "whole_prompts"}),
-        ((2048, 2048), 2, 2048, {"long_prefill", "whole_prompts"}),
+        ((1024,), 1, 1024, {"long_prefill"}),
+        ((2048, 2048), 2, 2048, {"long_prefill"}),
         ((2048, 1500), 2, 2048, {"long_prefill"}),
         ((1023,), 1, 1023, {}),
         ((8192,), 1, 32768, {"long_prefill"}),
@@ -407,10 +236,11 @@ def test_a_prefill_is_long_if_its_queries_are_worth_a_copy_of_the_keys(
     [
         (1, 1, 8192, "", "triton"),
         (1024, 1, 1024, "", "library"),
-        (1024, 1, 1025, "", "triton"),
-        (1024, 1, 1025, "triton", "library"),
+        (1023, 1, 1023, "", "triton"),
+        (1024, 1, 32768, "", "library"),
+        (1024, 1, 1025, "library", "triton"),
         (2000, 2, 1000, "triton", "cuda"),
-        (4096, 1, 4096, "", "library"),
+        (2048, 2, 1000, "triton", "library"),
     ],
 )
 def test_a_bound_call_sends_each_call_to_the_kernel_that_is_first_for_it(
