@@ -217,5 +217,5 @@ def starts_of(lens: Tensor) -> tuple[Tensor, Tensor]:
     """Return where each sequence of `lens` tokens begins in packed rows, and the end: int64 and int32 [B + 1]."""
     B = lens.shape[0]
     wide, narrow = lens.new_empty(B + 1, dtype=torch.int64), lens.new_empty(B + 1)
-    starts_kernel[1,](lens, wide, narrow, B, BLOCK=1024, num_warps=4)
+    starts_kernel[1,](lens, wide, narrow, B, BLOCK=256, num_warps=4)
     return wide, narrow
