@@ -104,12 +104,15 @@ def size_key(head_bytes: int, widest: int) -> str:
 
 @lru_cache(maxsize=1024)
 def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
-    """Return the tuning of `kernel`, "decode" or "prefill".
+    """Return the tuning of `kernel`, "decode", "decode_16" or "prefill". "decode_16" is decode with tiles of 16 rows; a
+    size that it lacks is tuned as "decode".
 
     head_bytes: bytes of K and V of one token and kv head, as stored.   widest: elements of the wider of the two.
     """
-    found = _table().get(on.arch, {}).get(kernel, {}).get(size_key(head_bytes, widest), {})
-    tuned = replace(_by_rule(kernel, on, head_bytes, widest), **found)
+    general = "decode" if kernel == "decode_16" else kernel
+    table, size = _table().get(on.arch, {}), size_key(head_bytes, widest)
+    found = table.get(kernel, {}).get(size) or table.get(general, {}).get(size, {})
+    tuned = replace(_by_rule(general, on, head_bytes, widest), **found)
     return replace(tuned, one_launch=tuned.one_launch and not on.arch.startswith("gfx"))
 
 

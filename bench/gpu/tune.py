@@ -183,7 +183,8 @@ def search_triton(whole: dict[str, Any], about: dict[str, Any], *paths: Path) ->
     for cell in CELLS:
         for kernel in AXES:
             key, fields, line = tune(kernel, cell, on.arch)
-            entry.setdefault(kernel, {})[key] = fields  # type: ignore[attr-defined]
+            table_of = "decode_16" if kernel == "decode" else kernel  # these cells decode in tiles of 16 rows
+            entry.setdefault(table_of, {})[key] = fields  # type: ignore[attr-defined]
             print(f"= {line}", flush=True)
             keep(whole, *paths)
             torch.cuda.empty_cache()

@@ -9,7 +9,7 @@
 // A vector      is one row of one kv head. 8, 16 or 32 lanes of a warp copy it, four elements at a time. The lanes look
 //               up its sequence by a binary search in `starts` (packed results), and its frame in the page table.
 // Bytes         (D + Dv) * (size of a stored element + size of a result) per row and kv head; tables come from caches.
-// Tuned         nowhere: no GPU has run this yet.
+// Tuned         nowhere.
 #include "params.h"
 #include "rows.cuh"
 

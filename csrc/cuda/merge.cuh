@@ -14,17 +14,29 @@
 #include "scores.cuh"
 #include "specialisation.cuh"
 
-struct Partial {
-    float o, m, l;
+struct Partial {  // four neighbouring columns of a row
+    float o[4], m, l;
 };
 
-// Return the weight of a state with maximum `m` when it is merged into a state with maximum `top`. If both are +inf,
-// the difference would be NaN, but the weight is 1.
-DEVICE float weight(float m, float top) { return m == MINUS_INFINITY ? 0.0f : m == top ? 1.0f : ptx::exp2(m - top); }
+// Return the weight of a state with maximum `m` when it is merged into a state with maximum `top`. The difference of
+// equal infinities would be NaN. A state that saw no key has weight 1 beside another such state; both are zeros.
+DEVICE float weight(float m, float top) { return ptx::exp2(m == top ? 0.0f : m - top); }
 
 DEVICE Partial fold(const Partial& a, const Partial& b) {
-    const float m = ptx::larger(a.m, b.m), w_a = weight(a.m, m), w_b = weight(b.m, m);
-    return {ptx::fused(a.o, w_a, ptx::times(b.o, w_b)), m, ptx::fused(a.l, w_a, ptx::times(b.l, w_b))};
+    Partial all;
+    all.m = ptx::larger(a.m, b.m);
+    const float w_a = weight(a.m, all.m), w_b = weight(b.m, all.m);
+    all.l = ptx::fused(a.l, w_a, ptx::times(b.l, w_b));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) all.o[c] = ptx::fused(a.o[c], w_a, ptx::times(b.o[c], w_b));
+    return all;
+}
+
+DEVICE Words4 words_of(const float (&x)[4]) {
+    return {ptx::as_bits(x[0]), ptx::as_bits(x[1]), ptx::as_bits(x[2]), ptx::as_bits(x[3])};
+}
+DEVICE Partial partial_of(const Words4& o, float m, float l) {
+    return {{ptx::as_float(o.x), ptx::as_float(o.y), ptx::as_float(o.z), ptx::as_float(o.w)}, m, l};
 }
 
 // Store the state of a team in shared memory.
@@ -41,67 +53,86 @@ DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u3
             ptx::shared_write(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row), l);
         }
         const float inverse = ptx::as_float((254u << 23) - ptx::as_bits(state.unit));
+        const auto sum = [&](int n, int c) { return state.o[n][2 * r + c] * (FIRST_UNIT == 1.0f ? 1.0f : inverse); };
+        const u32 at = base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * part * DV_PART;
+        if constexpr (Elements::LDMATRIX) {
 #pragma unroll
-        for (int n = 0; n < VALUE_TILES; ++n) {
+            for (int n = 0; n < VALUE_TILES; ++n) {
+                const u64 high = ptx::as_bits(sum(n, 1));
+                ptx::shared_write(at + 4 * column_of(n, 0, lane), high << 32 | ptx::as_bits(sum(n, 0)));
+            }
+        } else {
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const u32 column = column_of(n, c, lane);
-                if (VALUE_TILES * 8 == DV_PART || column < DV_PART) {
-                    const u32 at = base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE;
-                    ptx::shared_write(at + 4 * (part * DV_PART + column), state.o[n][2 * r + c] * inverse);
+            for (int n = 0; n < VALUE_TILES; n += 4) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const float four[4] = {sum(n, c), sum(n + 1, c), sum(n + 2, c), sum(n + 3, c)};
+                    const u32 column = column_of(n, c, lane);
+                    if (VALUE_TILES * 8 == DV_PART || column < DV_PART) {
+                        ptx::shared_write(at + 4 * column, words_of(four));
+                    }
                 }
             }
         }
     }
 }
 
-// Return one element of all teams' states, merged.
+// Return four columns of all teams' states, merged. `column` is a multiple of 4.
 DEVICE Partial load_teams(u32 base, u32 row, u32 column) {
-    Partial all{0.0f, MINUS_INFINITY, 0.0f};
+    Partial all;
 #pragma unroll
     for (u32 team = 0; team < WARPS_N; ++team) {
-        Partial one;
-        one.m = ptx::shared_read<float>(base + TEAM_STATS_AT + 4 * (team * ROWS + row));
-        one.l = ptx::shared_read<float>(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row));
-        one.o = ptx::shared_read<float>(base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * column);
+        const u32 at = base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * column;
+        const float m = ptx::shared_read<float>(base + TEAM_STATS_AT + 4 * (team * ROWS + row));
+        const float l = ptx::shared_read<float>(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row));
+        const Partial one = partial_of(ptx::shared_read<Words4>(at), m, l);
         all = team ? fold(all, one) : one;
     }
     return all;
 }
 
 struct PartialState {  // of ROWS rows, in global memory: o, then m and l of each row
+    static constexpr i64 SIZE = ROWS * DV + 2 * ROWS;
     float* at;
-    DEVICE_MEMBER PartialState(const AttentionParams& p, i64 index) : at(p.partials + index * (ROWS * DV + 2 * ROWS)) {}
+    DEVICE_MEMBER PartialState(const AttentionParams& p, i64 index) : at(p.partials + index * SIZE) {}
     DEVICE_MEMBER void store(u32 row, u32 column, const Partial& x) const {
-        ptx::write(at + row * DV + column, x.o);
+        ptx::write(reinterpret_cast<Words4*>(at + row * DV + column), words_of(x.o));
         if (column == 0) {
             ptx::write(at + ROWS * DV + row, x.m);
             ptx::write(at + ROWS * DV + ROWS + row, x.l);
         }
     }
-    // Load four columns; `column` is a multiple of 4.
-    DEVICE_MEMBER void load(u32 row, u32 column, Partial (&four)[4]) const {
-        const Words4 o = ptx::read_cached_nowhere(reinterpret_cast<const Words4*>(at + row * DV + column));
-        const float m = ptx::read_cached_nowhere(at + ROWS * DV + row);
-        const float l = ptx::read_cached_nowhere(at + ROWS * DV + ROWS + row);
-        const u32 bits[4] = {o.x, o.y, o.z, o.w};
-#pragma unroll
-        for (int c = 0; c < 4; ++c) four[c] = {ptx::as_float(bits[c]), m, l};
-    }
 };
 
-// Add the sink, divide by the sum, and write one element of the result. `scale` is the scale of all values, or 1 if
+// Add the sink, divide by the sum, and write four columns of the result. `scale` is the scale of all values, or 1 if
 // values have scales per token.
 DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 column, const Partial& x, float scale) {
     Partial all = x;
-    if (p.sinks) all = fold(x, {0.0f, ptx::read(p.sinks + head) * LOG2_E, 1.0f});
+    if (p.sinks) all = fold(x, {{}, ptx::read(p.sinks + head) * LOG2_E, 1.0f});
     const bool blind = all.l == 0.0f;  // a NaN sum stays NaN
-    const float o = blind ? 0.0f : all.o / all.l * scale;
-    u8* at = static_cast<u8*>(p.out) + token * p.out_token + head * p.out_head;
+    const float factor = scale / all.l;  // a sum that is not 0 is at least 1: the largest weight is 1
+    float o[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) o[c] = blind ? 0.0f : all.o[c] * factor;
+    u8* row = static_cast<u8*>(p.out) + token * p.out_token + head * p.out_head;
     if constexpr (Q_KIND == F32) {
-        ptx::write(reinterpret_cast<float*>(at) + column, o);
+        auto* at = reinterpret_cast<float*>(row) + column;
+        if (reinterpret_cast<u64>(at) % 16 == 0) {
+            ptx::write(reinterpret_cast<Words4*>(at), words_of(o));
+        } else {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) ptx::write(at + c, o[c]);
+        }
     } else {
-        ptx::write(reinterpret_cast<u16*>(at) + column, static_cast<u16>(ptx::pack<Q_KIND == F16>(o, o)));
+        auto* at = reinterpret_cast<u16*>(row) + column;
+        const u32 low = ptx::pack<Q_KIND == F16>(o[0], o[1]), high = ptx::pack<Q_KIND == F16>(o[2], o[3]);
+        const u64 bits = low | static_cast<u64>(high) << 32;
+        if (reinterpret_cast<u64>(at) % 8 == 0) {
+            ptx::write(reinterpret_cast<u64*>(at), bits);
+        } else {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) ptx::write(at + c, static_cast<u16>(bits >> 16 * c));
+        }
     }
     if (column == 0) {
         const float lse = blind ? MINUS_INFINITY : (all.m + ptx::log2(all.l)) * LN_2;
@@ -112,47 +143,71 @@ DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 colu
 // Return the scale of all values, or 1 if values have scales per token or none.
 DEVICE float value_scale(const AttentionParams& p) { return !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f; }
 
-// Call `use(row, column, token, head)` for each of this thread's elements. Rows past the unit's last query are left
-// out.
-template <class Use> DEVICE void for_elements(const Unit& unit, i32 group, u32 thread, Use use) {
+// Call `use(quad, row, column, token, head)` for each four columns of this thread. Rows past the unit's last query are
+// left out.
+template <class Use> DEVICE void for_quads(const Unit& unit, i32 group, u32 thread, Use use) {
     const i32 left = unit.queries * group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
-    for (u32 e = thread; e < static_cast<u32>(num_rows) * DV; e += THREADS) {
-        const i32 row = static_cast<i32>(e / DV), x = unit.tile * ROWS + row;
-        const i64 token = static_cast<i64>(unit.first_query) + x / group;
-        use(static_cast<u32>(row), e % DV, token, unit.head * group + x % group);
+#pragma unroll 1
+    for (u32 quad = thread; quad < static_cast<u32>(num_rows) * (DV / 4); quad += THREADS) {
+        const u32 row = quad / (DV / 4), column = quad % (DV / 4) * 4;
+        const Place at = place_of(unit, group, unit.tile * ROWS + static_cast<i32>(row));
+        use(quad, row, column, static_cast<i64>(unit.first_query) + at.query, unit.head * group + at.head);
     }
 }
 
 // Merge all pieces of a shared unit, in the order of keys, and write the result. No other CTA works on the unit any
-// more, so latency counts: a thread takes four columns, and loads several pieces before it folds the first.
-DEVICE void merge_unit(const AttentionParams& p, const Partition<ROWS, STEP_TOKENS>& partition, float v_scale,
-                       u32 thread) {
-    constexpr i32 QUADS = DV / 4, AT_ONCE = DV <= 128 ? 16 : 4;  // wider heads would spill registers
-    const Unit& unit = partition.unit;
-    const i32 pieces = partition.num_partials();
-    const i32 left = unit.queries * partition.group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
-    const i64 first = partition.first_partial();
-    for (i32 quad = static_cast<i32>(thread); quad < num_rows * QUADS; quad += THREADS) {
-        const i32 row = quad / QUADS, column = quad % QUADS * 4, x = unit.tile * ROWS + row;
-        Partial all[4] = {};
-        for (i32 done = 0; done < pieces; done += AT_ONCE) {
-            Partial next[AT_ONCE][4];
-#pragma unroll
-            for (i32 i = 0; i < AT_ONCE; ++i) {
-                const i32 piece = done + i < pieces ? done + i : pieces - 1;
-                PartialState(p, partition.partial_index(first, piece)).load(row, column, next[i]);
+// more, so latency counts: many pieces are copied into the memory of the stages before the first is folded. A thread
+// takes four columns of a row, which only it copies and reads; the rows' m and l are copied once for all threads. The
+// loops are short, because code that runs once comes from memory, too.
+DEVICE void merge_unit(const AttentionParams& p, const Unit& unit, i32 group, const Pieces& pieces, float v_scale,
+                       u32 base, u32 thread) {
+    constexpr u32 STATS = 8 * ROWS, STATS_COPIES = STATS / 16;
+    constexpr i32 AT_ONCE = (SHARED_BYTES - STAGES_AT) / (16 * THREADS + STATS);
+    static_assert(AT_ONCE >= 2, "the stages hold two pieces or more");
+    const u32 o_at = base + STAGES_AT + 16 * thread, stats_at = base + STAGES_AT + 16 * THREADS * AT_ONCE;
+    const i32 left = unit.queries * group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
+    const u32 num_quads = static_cast<u32>(num_rows) * (DV / 4);
+    const i64 step = pieces.step * PartialState::SIZE;
+#pragma unroll 1
+    for (u32 first = 0; first < num_quads; first += THREADS) {
+        const u32 quad = first + thread, row = quad / (DV / 4), column = quad % (DV / 4) * 4;
+        const bool is_mine = quad < num_quads;
+        Partial all;
+#pragma unroll 1
+        for (i32 done = 0; done < pieces.count; done += AT_ONCE) {
+            const i32 now = pieces.count - done < AT_ONCE ? pieces.count - done : AT_ONCE;
+            const float* from = PartialState(p, pieces.index(done)).at + 4 * quad;
+            if (is_mine) {
+                ptx::copy_async<16>(o_at, from);
+                from += done ? step : PartialState::SIZE;
+#pragma unroll 4
+                for (i32 i = 1; i < now; ++i, from += step) ptx::copy_async<16>(o_at + 16 * THREADS * i, from);
             }
-#pragma unroll
-            for (i32 i = 0; i < AT_ONCE; ++i) {
-                if (done + i >= pieces) break;
-#pragma unroll
-                for (i32 c = 0; c < 4; ++c) all[c] = done + i ? fold(all[c], next[i][c]) : next[i][c];
+#pragma unroll 1
+            for (u32 copy = thread; copy < now * STATS_COPIES; copy += THREADS) {
+                const i64 piece = pieces.index(done + static_cast<i32>(copy / STATS_COPIES));
+                const float* stats = PartialState(p, piece).at + ROWS * DV;
+                ptx::copy_async<16>(stats_at + 16 * copy, stats + copy % STATS_COPIES * 4);
             }
+            ptx::copy_commit();
+            ptx::copy_wait<0>();
+            ptx::sync_block();
+            if (is_mine) {
+                const auto piece = [&](i32 i) {
+                    const float m = ptx::shared_read<float>(stats_at + STATS * i + 4 * row);
+                    const float l = ptx::shared_read<float>(stats_at + STATS * i + 4 * (ROWS + row));
+                    return partial_of(ptx::shared_read<Words4>(o_at + 16 * THREADS * i), m, l);
+                };
+                if (!done) all = piece(0);
+#pragma unroll 4
+                for (i32 i = done ? 0 : 1; i < now; ++i) all = fold(all, piece(i));
+            }
+            ptx::sync_block();  // the next pieces or stages will overwrite these
         }
-        const i64 token = static_cast<i64>(unit.first_query) + x / partition.group;
-#pragma unroll
-        for (i32 c = 0; c < 4; ++c) {
-            write_result(p, token, unit.head * partition.group + x % partition.group, column + c, all[c], v_scale);
+        if (is_mine) {
+            const Place at = place_of(unit, group, unit.tile * ROWS + static_cast<i32>(row));
+            const i64 token = static_cast<i64>(unit.first_query) + at.query;
+            write_result(p, token, unit.head * group + at.head, column, all, v_scale);
         }
     }
 }

@@ -17,7 +17,10 @@
 //           results. Partial states of shared units: 4 * (Dv + 2) per row, at most two per CTA.
 // Merging   several CTAs may work on one unit. Each stores its partial state and draws a ticket: it counts itself in
 //           with an atomic add. The CTA that arrives last merges the partial states, so there is no second launch.
-// Tuned     nowhere: no GPU has run this yet. docs/explanation/cuda-kernels.md says what was proven without one.
+// Code      size counts: a CTA that works for 5 us runs most of its instructions once, each of them a miss of the
+//           instruction cache. So loops that run once per unit are not unrolled, and work for no key is skipped.
+// Tuned     on an H200: tiles of narrow keys, what a CTA does before its first and after its last key, even cuts.
+//           docs/explanation/gpu-predictions.md has the figures.
 //
 // Never read: slots >= seq_lens[b], table entries after the last page, punched pages. They may hold NaN and frame
 // numbers outside the pool.
@@ -46,22 +49,23 @@ DEVICE void spoil(State& state, u32 marks, u32 lane) {
 // Return what a row may see. Row `x` of a unit is head x % G of query x / G. A row past the unit's last query holds
 // zeros and may see every key; its result is not stored.
 DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile) {
-    const i32 x = unit.tile * ROWS + in_tile, query = x / group, old = unit.length - unit.queries;
+    const auto [query, head] = place_of(unit, group, unit.tile * ROWS + in_tile);
+    const i32 old = unit.length - unit.queries;
     Row row{old + query, 0, 0x7fffffff, old, nullptr, 0.0f};
     if (query >= unit.queries) return row;
     row.end = row.position + 1 + unit.right < unit.length ? row.position + 1 + unit.right : unit.length;
     row.begin = p.window && row.position + 1 > p.window ? row.position + 1 - p.window : 0;
     if (p.tree_mask) row.tree = p.tree_mask + (unit.first_query + query) * p.tree_row;
-    if (p.slopes) row.slope = ptx::read(p.slopes + unit.head * group + x % group) * LOG2_E;
+    if (p.slopes) row.slope = ptx::read(p.slopes + unit.head * group + head) * LOG2_E;
     return row;
 }
 
 // Return the address of a query row in global memory, and whether the unit has it.
 DEVICE const u8* query_at(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile, bool& there) {
-    const i32 x = unit.tile * ROWS + in_tile, query = x / group;
+    const auto [query, head] = place_of(unit, group, unit.tile * ROWS + in_tile);
     there = query < unit.queries;
     return static_cast<const u8*>(p.q) + (unit.first_query + query) * p.q_token +
-           (unit.head * group + x % group) * p.q_head;
+           (unit.head * group + head) * p.q_head;
 }
 
 // Read four 16-bit elements of a query row; zeros if it is not `there`.
@@ -77,30 +81,53 @@ DEVICE u64 read_query(const AttentionParams& p, const u8* row, i32 column, bool 
     return bits;
 }
 
+// The elements of a query row that a lane reads for load_scaled_queries, four at a time.
+struct LaneQueries {
+    static constexpr i32 QUADS = (D / 4 + 31) / 32;
+    u64 bits[QUADS];
+    bool there;
+};
+
+// Whether a lane has registers for them while it fetches the first keys.
+constexpr bool READS_EARLY = Elements::SCALED_QUERIES && LaneQueries::QUADS == 1;
+
+DEVICE LaneQueries read_queries(const AttentionParams& p, const Unit& unit, i32 group, i32 row, u32 lane) {
+    LaneQueries mine;
+    const u8* from = query_at(p, unit, group, row, mine.there);
+    mine.there = mine.there && row < ROWS;
+#pragma unroll
+    for (i32 quad = 0; quad < LaneQueries::QUADS; ++quad) {
+        const i32 column = 4 * (32 * quad + static_cast<i32>(lane));
+        mine.bits[quad] = read_query(p, from, column, mine.there && column < D);
+    }
+    return mine;
+}
+
 // Copy the unit's bf16 queries into shared memory as f16: each row times the power of two that brings its largest
-// finite element to [2^14, 2^15). A warp takes a row. The inverse of the power is stored for the scores.
-DEVICE void load_scaled_queries(const AttentionParams& p, const Unit& unit, i32 group, const ThreadRole& me) {
-    constexpr i32 QUADS = (D / 4 + 31) / 32, WARPS = THREADS / 32;
-#pragma unroll 4
+// finite element to [2^14, 2^15). A warp takes a row, whose elements are `mine`, and reads its next row meanwhile. The
+// inverse of the power is stored for the scores. Rows past the unit's last query become zeros.
+DEVICE void load_scaled_queries(LaneQueries mine, const AttentionParams& p, const Unit& unit, i32 group,
+                                const ThreadRole& me) {
+    constexpr i32 QUADS = LaneQueries::QUADS, WARPS = THREADS / 32;
+#pragma unroll 1
     for (i32 row = static_cast<i32>(me.thread / 32); row < ROWS; row += WARPS) {
-        bool there;
-        const u8* from = query_at(p, unit, group, row, there);
-        u64 bits[QUADS];
+        LaneQueries next = mine;
+        if (mine.there) next = read_queries(p, unit, group, row + WARPS, me.lane);
         u32 largest = 15 << 7;  // so that the power is finite
+        if (mine.there) {
 #pragma unroll
-        for (i32 quad = 0; quad < QUADS; ++quad) {
-            const i32 column = 4 * (32 * quad + static_cast<i32>(me.lane));
-            bits[quad] = read_query(p, from, column, there && column < D);
+            for (i32 quad = 0; quad < QUADS; ++quad) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 magnitude = static_cast<u32>(bits[quad] >> 16 * i) & 0x7fffu;
-                largest = magnitude < 0x7f80u && magnitude > largest ? magnitude : largest;
+                for (int i = 0; i < 4; ++i) {
+                    const u32 magnitude = static_cast<u32>(mine.bits[quad] >> 16 * i) & 0x7fffu;
+                    largest = magnitude < 0x7f80u && magnitude > largest ? magnitude : largest;
+                }
             }
-        }
 #pragma unroll
-        for (u32 lanes = 16; lanes; lanes /= 2) {
-            const u32 other = ptx::shuffle_xor(largest, lanes);
-            largest = other > largest ? other : largest;
+            for (u32 lanes = 16; lanes; lanes /= 2) {
+                const u32 other = ptx::shuffle_xor(largest, lanes);
+                largest = other > largest ? other : largest;
+            }
         }
         const u32 exponent = largest >> 7;  // 127 + e for a power 2^(14 - e)
         const float power = ptx::as_float((268 - exponent) << 23);
@@ -108,7 +135,7 @@ DEVICE void load_scaled_queries(const AttentionParams& p, const Unit& unit, i32 
         for (i32 quad = 0; quad < QUADS; ++quad) {
             const i32 column = 4 * (32 * quad + static_cast<i32>(me.lane));
             const auto scaled = [&](int i) {
-                return ptx::as_float(static_cast<u32>(bits[quad] >> 16 * i) << 16) * power;
+                return ptx::as_float(static_cast<u32>(mine.bits[quad] >> 16 * i) << 16) * power;
             };
             const u32 low = ptx::pack<true>(scaled(0), scaled(1)), high = ptx::pack<true>(scaled(2), scaled(3));
             if (column < D) {
@@ -116,19 +143,26 @@ DEVICE void load_scaled_queries(const AttentionParams& p, const Unit& unit, i32 
             }
         }
         if (me.lane == 0) ptx::shared_write(me.base + Q_INVERSES_AT + 4 * row, ptx::as_float((exponent - 14) << 23));
+        mine = next;
     }
 }
 
-// Copy the unit's queries into shared memory, four elements at a time, as Q_TERMS 16-bit terms each.
+// Copy the unit's queries into shared memory, four elements at a time, as Q_TERMS 16-bit terms each. One term is an
+// asynchronous copy where addresses allow it.
 DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, const ThreadRole& me) {
     constexpr int N = Elements::Q_TERMS;
+#pragma unroll QUERIES_AHEAD
     for (u32 quad = me.thread; quad < ROWS * D / 4; quad += THREADS) {
         const i32 in_tile = static_cast<i32>(quad / (D / 4)), column = static_cast<i32>(quad % (D / 4)) * 4;
         const u32 to = me.base + in_tile * Q_STRIDE + 2 * column;
         bool there;
         const u8* from = query_at(p, unit, group, in_tile, there);
         if constexpr (N == 1) {
-            ptx::shared_write(to, read_query(p, from, column, there));
+            if (p.q_vectors) {
+                ptx::copy_async<8>(to, there ? from + 2 * column : static_cast<const u8*>(p.q), there);
+            } else {
+                ptx::shared_write(to, read_query(p, from, column, there));
+            }
         } else {
             const auto* at = reinterpret_cast<const float*>(from) + column;
             float f[4] = {};
@@ -143,6 +177,7 @@ DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, 
             }
         }
     }
+    ptx::copy_commit();
 }
 
 // The words that mark 16 rows of a team. They lie where m of these rows will be stored.
@@ -157,12 +192,16 @@ struct Walk {
     u32 filling;  // the stage that the next tile goes to
 };
 
-// Fetch the first STAGES - 1 tiles.
+// Begin at the first tile of the keys [from, to): look up its frames.
 DEVICE void begin(Walk& walk, const AttentionParams& p, const Pages& pages, i32 from, i32 to, const ThreadRole& me) {
     walk.first_key = from + static_cast<i32>(me.team) * TILE;
     walk.steps = walk.first_key < to ? (to - walk.first_key + STEP_TOKENS - 1) / STEP_TOKENS : 0;
     walk.step = step_of(p);
     walk.next = first_tile(p, pages, walk.first_key, to);
+}
+
+// Fetch the first STAGES - 1 tiles.
+DEVICE void fetch_first(Walk& walk, const AttentionParams& p, const Pages& pages, const ThreadRole& me) {
     const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
 #pragma unroll 1
     for (walk.filling = 0; walk.filling < STAGES - 1; ++walk.filling) {
@@ -209,9 +248,9 @@ DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const Thre
 }
 
 // Attend to the keys of a walk that has begun, for all rows of the unit. When it returns, the teams' states are in
-// shared memory.
+// shared memory. mixed: any_nan is asked.
 DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2],
-                       Walk& walk, const ThreadRole& me, bool apart) {
+                       Walk& walk, const ThreadRole& me, bool mixed, bool apart) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}, FIRST_UNIT};
     const u32 marks = me.base + marks_at(me.team, me.first_row);
     if (apart && me.part == 0 && me.lane < 16) ptx::shared_write(marks + 4 * me.lane, 0u);
@@ -221,13 +260,15 @@ DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queri
         spoil(state, marks, me.lane);
         ptx::sync_block();  // m and l will overwrite the marks
     }
-    const u32 votes = ptx::ballot(has_nan(state));
-    if (me.lane == 0) ptx::shared_write(me.base + VOTES_AT + me.thread / 8, votes);
+    if (mixed) {
+        const u32 votes = ptx::ballot(has_nan(state));
+        if (me.lane == 0) ptx::shared_write(me.base + VOTES_AT + me.thread / 8, votes);
+    }
     store_team(me.base, state, me.team, me.first_row, me.part);
     ptx::sync_block();
 }
 
-// Return whether the result of attend_all holds a NaN.
+// Return whether the result of attend_all holds a NaN, if it was `mixed`.
 DEVICE bool any_nan(const ThreadRole& me) {
     u32 any = 0;
 #pragma unroll
@@ -240,24 +281,27 @@ DEVICE bool any_nan(const ThreadRole& me) {
 DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bool first, bool last, float v_scale,
                        const ThreadRole& me) {
     float* total = PartialState(p, ptx::block_index()).at;
-    const auto folded = [&](u32 row, u32 column, float o) {
+    const auto folded = [&](u32 row, u32 column, const float* o) {
         const Partial chunk = load_teams(me.base, row, column);
         if (first) return chunk;
         const float m = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * row);
         const float l = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * (ROWS + row));
-        return fold({o, m, l}, chunk);
+        return fold(partial_of(o ? ptx::read(reinterpret_cast<const Words4*>(o)) : Words4{}, m, l), chunk);
     };
-    for_elements(unit, group, me.thread, [&](u32 row, u32 column, i64 token, i32 head) {
-        float* at = total + row * DV + column;
-        const Partial x = folded(row, column, first ? 0.0f : ptx::read(at));
+    for_quads(unit, group, me.thread, [&](u32 quad, u32 row, u32 column, i64 token, i32 head) {
+        const Partial x = folded(row, column, total + 4 * quad);
         if (last) {
             write_result(p, token, head, column, x, v_scale);
         } else {
-            ptx::write(at, x.o);
+            ptx::write(reinterpret_cast<Words4*>(total + 4 * quad), words_of(x.o));
         }
     });
-    Partial of_row{0.0f, 0.0f, 0.0f};
-    if (!last && me.thread < ROWS) of_row = folded(me.thread, 0, 0.0f);
+    if (first && last) {
+        ptx::sync_block();  // the next stages will overwrite the sums
+        return;
+    }
+    Partial of_row{};
+    if (!last && me.thread < ROWS) of_row = folded(me.thread, 0, nullptr);
     ptx::sync_block();  // the next stages will overwrite the sums
     if (!last && me.thread < ROWS) {
         ptx::shared_write(me.base + TOTALS_AT + 4 * me.thread, of_row.m);
@@ -266,14 +310,32 @@ DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bo
 }
 
 // Store piece `number` of a shared unit. The last CTA that does so merges all pieces.
-DEVICE void share_piece(const AttentionParams& p, const Partition<ROWS, STEP_TOKENS>& partition, i32 number,
+DEVICE void share_piece(const AttentionParams& p, const Unit& unit, i32 group, const Pieces& pieces, i32 number,
                         float v_scale, const ThreadRole& me) {
-    const i64 first = partition.first_partial();
-    const PartialState mine(p, partition.partial_index(first, number));
-    for_elements(partition.unit, partition.group, me.thread, [&](u32 row, u32 column, i64, i32) {
+    const PartialState mine(p, pieces.index(number));
+    for_quads(unit, group, me.thread, [&](u32, u32 row, u32 column, i64, i32) {
         mine.store(row, column, load_teams(me.base, row, column));
     });
-    if (arrive(p, first, partition.num_partials(), me)) merge_unit(p, partition, v_scale, me.thread);
+    if (arrive(p, pieces.first, pieces.count, me)) merge_unit(p, unit, group, pieces, v_scale, me.base, me.thread);
+}
+
+// Wait for the unit's queries, and set what this lane's two rows may see. The keys under way are not waited for.
+DEVICE void prepare(Queries& queries, Row (&rows)[2], const AttentionParams& p, const Unit& unit, i32 group,
+                    float factor, const ThreadRole& me) {
+    if constexpr (!Elements::SCALED_QUERIES) ptx::copy_wait<STAGES - 1>();
+    ptx::sync_block();
+    keep_queries(queries, me.lane);
+    queries.factor[0] = queries.factor[1] = factor;
+    if constexpr (Elements::SCALED_QUERIES) {
+#pragma unroll
+        for (u32 r = 0; r < 2; ++r) {
+            const u32 at = me.base + Q_INVERSES_AT + 4 * (me.first_row + me.lane / 4 + 8 * r);
+            queries.factor[r] = factor * ptx::shared_read<float>(at);
+        }
+    }
+    const i32 row = static_cast<i32>(me.first_row + me.lane / 4);
+    rows[0] = row_of(p, unit, group, row);
+    rows[1] = row_of(p, unit, group, row + 8);
 }
 
 KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
@@ -296,48 +358,42 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;
         const Pages pages = pages_of(p, unit.row, unit.head);
-        const auto after = [&](i32 item) { return p.split_tokens && item < end ? item + 1 : end; };
-        Walk walk;
-        begin(walk, p, pages, partition.from_key(mine), partition.to_key(after(mine)), me);  // then wait for queries
-        if constexpr (Elements::SCALED_QUERIES) {
-            load_scaled_queries(p, unit, partition.group, me);
-        } else {
-            load_queries(p, unit, partition.group, me);
-        }
-        ptx::sync_block();
-        keep_queries(queries, me.lane);
-        const float factor = p.scale * k_scale * (p.softcap != 0.0f ? 1.0f / p.softcap : LOG2_E);
-        queries.factor[0] = queries.factor[1] = factor;
-        if constexpr (Elements::SCALED_QUERIES) {
-#pragma unroll
-            for (u32 r = 0; r < 2; ++r) {
-                const u32 at = me.base + Q_INVERSES_AT + 4 * (me.first_row + me.lane / 4 + 8 * r);
-                queries.factor[r] = factor * ptx::shared_read<float>(at);
-            }
-        }
-        const i32 row = static_cast<i32>(me.first_row + me.lane / 4);
-        const Row rows[2] = {row_of(p, unit, partition.group, row), row_of(p, unit, partition.group, row + 8)};
-
-        const bool alone = partition.num_partials() == 1;
+        const Pieces pieces = partition.pieces();
         const bool mixed = unit.queries > 1 || p.window || p.tree_mask;  // a row may not see all values that are read
-        bool apart = false;
-        for (i32 item = mine;;) {  // with split_tokens one chunk at a time, else all keys at once
-            const i32 next = after(item);
-            attend_all(p, pages, queries, rows, walk, me, apart);
+        Row rows[2];
+        bool apart = false, is_ready = false;
+        i32 item = mine;
+        LaneQueries lane_queries;
+        do {  // with split_tokens one chunk at a time, else all keys at once
+            const i32 next = p.split_tokens && item < end ? item + 1 : end;
+            Walk walk;
+            begin(walk, p, pages, partition.from_key(item), partition.to_key(next), me);
+            const i32 warp = static_cast<i32>(me.thread / 32);
+            if (!is_ready) {  // ask for the queries while the page table is looked up
+                if constexpr (!Elements::SCALED_QUERIES) load_queries(p, unit, partition.group, me);
+                if constexpr (READS_EARLY) lane_queries = read_queries(p, unit, partition.group, warp, me.lane);
+            }
+            fetch_first(walk, p, pages, me);
+            if (!is_ready) {
+                is_ready = true;
+                if constexpr (Elements::SCALED_QUERIES) {
+                    if (!READS_EARLY) lane_queries = read_queries(p, unit, partition.group, warp, me.lane);
+                    load_scaled_queries(lane_queries, p, unit, partition.group, me);
+                }
+                prepare(queries, rows, p, unit, partition.group, p.scale * k_scale, me);
+            }
+            attend_all(p, pages, queries, rows, walk, me, mixed, apart);
             if (mixed && !apart && any_nan(me)) {
                 apart = true;  // once more, see set_apart
-                begin(walk, p, pages, partition.from_key(item), partition.to_key(next), me);
                 continue;
             }
             apart = false;
-            if (alone) {
+            if (pieces.count == 1) {
                 fold_chunk(p, unit, partition.group, item == mine, next == end, v_scale, me);
             } else {
-                share_piece(p, partition, p.split_tokens ? item : partition.my_partial(), v_scale, me);
+                share_piece(p, unit, partition.group, pieces, p.split_tokens ? item : pieces.mine, v_scale, me);
             }
             item = next;
-            if (item >= end) break;
-            begin(walk, p, pages, partition.from_key(item), partition.to_key(after(item)), me);
-        }
+        } while (apart || item < end);
     }
 }

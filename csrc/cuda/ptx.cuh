@@ -43,7 +43,7 @@ DEVICE u32 num_blocks() { return gridDim.x; }
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_team(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void fence() { __threadfence(); }
+DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // Raise a counter to `least` if it is smaller, add 1, and return the sum. One thread's atomics at one place keep order.
 DEVICE u64 count_up(u64* at, u64 least) {
     atomicMax(at, least);
@@ -61,20 +61,6 @@ DEVICE u32 ballot(bool x) { return __ballot_sync(~0u, x); }
 
 template <class T> DEVICE T read(const T* at) { return *at; }
 template <class T> DEVICE void write(T* at, T x) { *at = x; }
-
-// Read a value that another CTA wrote. The load bypasses this SM's L1 cache, and the compiler does not move it before
-// an earlier fence or atomic.
-DEVICE float read_cached_nowhere(const float* at) {
-    float x;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
-    return x;
-}
-DEVICE Words4 read_cached_nowhere(const Words4* at) {
-    Words4 x;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at) : "memory");
-    return x;
-}
 
 DEVICE u32 shared_base() {
     extern __shared__ __align__(128) u8 shared[];

@@ -180,13 +180,7 @@ DEVICE void fetch_runs(const Tile& tile, const AttentionParams& p, const Pages& 
     if (team_thread == 0) ptx::shared_write(stage + PRESENT_IN_STAGE, present_bits);
 }
 
-// Start the copies of a tile into a stage. They form one commit group, which may be empty.
-DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
-    if constexpr (PAGE_RUNS) {
-        fetch_runs(tile, p, pages, stage, team_thread);
-        ptx::copy_commit();
-        return;
-    }
+DEVICE void fetch_rows(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
     const u32 lane = team_thread % 32;
     i64 k_offset[ENTRIES], v_offset[ENTRIES];
 #pragma unroll
@@ -210,6 +204,18 @@ DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages
     }
     copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
     if constexpr (!V_IN_K) copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
+}
+
+// Start the copies of a tile into a stage. They form one commit group. It is empty for a tile past the last key, which
+// is never computed.
+DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
+    if (tile.first_key < tile.end_key) {
+        if constexpr (PAGE_RUNS) {
+            fetch_runs(tile, p, pages, stage, team_thread);
+        } else {
+            fetch_rows(tile, p, pages, stage, team_thread);
+        }
+    }
     ptx::copy_commit();
 }
 

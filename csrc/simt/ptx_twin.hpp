@@ -54,7 +54,6 @@ template <class T> DEVICE T read(const T* at) {
     simt::global_read(&x, at, sizeof x);
     return x;
 }
-template <class T> DEVICE T read_cached_nowhere(const T* at) { return read(at); }
 template <class T> DEVICE void write(T* at, T x) { simt::global_write(at, &x, sizeof x); }
 
 DEVICE u32 shared_base() { return 0; }

@@ -37,7 +37,7 @@ LOADS: Final = {"cuda": 3, "triton": 4}
 """Dependent loads before the first key. CUDA, in all layers of a step but the first: share and lengths, page table,
 key. Triton: the lengths' places, the lengths, page table, key."""
 
-AT_ONCE: Final = {"cuda": 16, "triton": 16}
+AT_ONCE: Final = {"cuda": 48, "triton": 16}
 """Pieces that a merge loads together: csrc/cuda/merge.cuh and triton_kernels/decode.py."""
 
 MATRIX: Final = ("HMMA", "HGMMA")
@@ -85,7 +85,7 @@ def cuda(kv: str, kind: str) -> Count:
     row_bytes = kernel.tile * kernel.row_bytes(DIM)
     needed = {
         sass.PRODUCT: 2 * (DIM // 16) * (kernel.tile // 8),
-        sass.COPY: 2 * row_bytes // kernel.copy // (32 * kernel.warps_m) + scaled,
+        sass.COPY: 2 * row_bytes // kernel.copy // (32 * kernel.warps_m) + scaled * (kernel.tile // 16),
         sass.LOOK_UP: -(-kernel.tile // 16),  # pages of 16
     }
     way = [instruction.text for instruction in sass.steady_tile(code, needed)]
@@ -120,7 +120,8 @@ def triton(kv: str, kind: str) -> Count:
     code = sass.parsed(sass.disassembled(kernel.asm["cubin"]))
     way = [instruction.text for instruction in main_loop(code)]
     head_bytes = 2 * DIM * BITS[kv] // 8
-    tuned = tuning.tuning(kind, tuning.Target(ARCH, 132), head_bytes, DIM)
+    size = "decode_16" if kind == "decode" else kind
+    tuned = tuning.tuning(size, tuning.Target(ARCH, 132), head_bytes, DIM)
     about = compiled.nvidia(kernel.asm["cubin"])
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     fit = min(REGISTERS // (32 * warps * -(-about["registers"] // 8) * 8), SHARED // (shared + 1024))

@@ -61,9 +61,9 @@ STORE, MERGE, ROUND = 0.5, 1.0, 0.6
 SECOND_LAUNCH: Final = {"triton": 2.0}
 """Microseconds of a merge in a launch of its own, which begins after the first one has ended."""
 
-WHOLE_PROMPT, CHUNK = 580e12, 375e12
-"""Operations a second of cuDNN and of FlashAttention 2, causal, with heads of 128: a reviewer's estimates for an H100.
-The backend `library` calls cuDNN for whole prompts. No machine code was counted."""
+CUDNN = 580e12
+"""Operations a second of cuDNN, causal, with heads of 128: a reviewer's estimate for an H100. No machine code was
+counted. The backend `library` calls cuDNN for whole prompts and for chunks of one sequence."""
 
 SATURATED: Final = 0.8
 SCALES: Final = 8
@@ -132,11 +132,15 @@ class Prediction(NamedTuple):
 
 def cut(units: list[int], ctas: int, overhead: int) -> Cut:
     """Return how a partition cuts units of so many steps: csrc/cuda/partition.cuh, and triton_kernels/partition.py with
-    overhead 0."""
+    overhead 0. The former has even cuts, too."""
     widths = [overhead + steps for steps in units]
     share, longest = max(1, -(-sum(widths) // ctas)), max(widths)
-    if longest > share and 16 * longest <= 17 * share:
-        share = longest
+    if longest > share and not overhead:
+        share = longest if 16 * longest <= 17 * share else share
+    elif longest > share:
+        even = max(1, -(-(longest - overhead) // (longest // share)))
+        if sum(max(1, -(-steps // even)) for steps in units) <= ctas and 16 * even <= 17 * share:
+            share, overhead, widths = even, 0, [max(1, -(-steps // even)) * even for steps in units]
     place, work, most, shared = 0, [0] * (ctas + 1), 1, 0
     for steps, width in zip(units, widths, strict=True):
         owners = [min((place + overhead + i) // share, ctas) for i in range(steps)]
@@ -216,7 +220,6 @@ def flop(cell: Cell) -> int:
 
 def library(cell: Cell, machine: Machine = H200) -> Prediction:
     """Return the prediction of a chunk by the backend `library`. Keys are read and written once by the copy."""
-    rate = WHOLE_PROMPT if cell.new == cell.context else CHUNK
     copied = 2 * cell.context * cell.kv_heads * 2 * cell.head_dim * 2
-    us = flop(cell) / rate * 1e6 + copied / machine.ceiling * 1e6
+    us = flop(cell) / CUDNN * 1e6 + copied / machine.ceiling * 1e6
     return Prediction(us, None, flop(cell) / us / 1e6, "the library")

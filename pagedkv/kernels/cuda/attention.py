@@ -12,6 +12,7 @@ follow from host integers alone, and a captured graph stays right.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -63,6 +64,9 @@ RECORD_WORDS: Final = 16
 
 NO_CAP: Final = 1e30
 """A larger soft cap changes no bit of a float32 score, and its product with log2(e) may overflow."""
+
+FLOAT_MAX: Final = 3.4028234663852886e38
+"""The largest float32."""
 
 MOST_PARTIALS: Final = 1 << 30
 """The most bytes of partial states.
@@ -231,10 +235,17 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
     rest = REST.pack(
         *strides, call.out.stride(0) * size, call.out.stride(1) * size, slots, _digest(options, lengths),
         B, H, K, S, call.causal, *bounds(call.window, call.right), split, spread, *rows, q_vectors,
-        call.scale, call.softcap if call.softcap < NO_CAP else 0.0,
+        *_scale_and_cap(call.scale, call.softcap),
     )  # fmt: skip
     words = RECORD_WORDS * blocks + (slots if is_shared else 0)
     return Launch(kernel, blocks, slots * floats, _digest(options), words, rest)
+
+
+def _scale_and_cap(scale: float, softcap: float) -> tuple[float, float]:
+    """Return the last two fields of `AttentionParams`. The host divides: a GPU's division by 0 takes a slow way."""
+    if not 0.0 < softcap < NO_CAP:
+        return scale / math.log(2.0), 0.0
+    return max(-FLOAT_MAX, min(scale / softcap, FLOAT_MAX)), softcap
 
 
 def _digest(*facts: object) -> int:

@@ -84,9 +84,18 @@ MISTAKES = {
         "scores.cuh", "        m = ptx::larger(m, ptx::shuffle_xor(m, 2));\n", ""
     ),
     "teams are merged with one weight": Planted("merge.cuh", "all = team ? fold(all, one) : one;", "all = one;"),
-    "pieces share a partial state": Planted("partition.cuh", "first + 2 * piece - (piece > 0)", "first + (piece > 0)"),
+    "pieces share a partial state": Planted(
+        "partition.cuh", "first + 1 + static_cast<i64>(step) * (piece - 1)", "first + 1"
+    ),
     "a share begins one item late": Planted(
         "partition.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"
+    ),
+    "a piece begins one step late": Planted("partition.cuh", ": past;  // else", ": past + 1;  // else"),
+    "queries are used before they came": Planted("paged_attention.cuh", "ptx::copy_wait<STAGES - 1>();", ""),
+    "whole units become stages too early": Planted(
+        "paged_attention.cuh",
+        "ptx::sync_block();  // the next stages will overwrite the sums\n        return;",
+        "return;",
     ),
     "parts of a score are added before they are there": Planted(
         "scores.cuh",
@@ -96,7 +105,9 @@ MISTAKES = {
     "every warp sums the same part of D": Planted(
         "scores.cuh", "stage + sharing.part * (D_PART * KV_BITS / 8)", "stage"
     ),
-    "every warp has the same columns": Planted("merge.cuh", "4 * (part * DV_PART + column)", "4 * column"),
+    "every warp has the same columns": Planted(
+        "merge.cuh", "row * SUM_STRIDE + 4 * part * DV_PART", "row * SUM_STRIDE"
+    ),
     "a team waits for threads of others": Planted(
         "stages.cuh", "ptx::sync_team(1 + team, TEAM_THREADS)", "ptx::sync_team(1 + team, 2 * TEAM_THREADS)"
     ),
@@ -104,12 +115,15 @@ MISTAKES = {
 CASES = (
     Case((1, 1, 1), (700, 40, 333), heads=(8, 2), dtype="bfloat16", window=600, punched=True, layout="HND", padding=3),
     Case((1, 1), (90, 40), heads=(4, 2), dtype="bfloat16", layout="HND"),
+    Case((1, 1), (400, 390), heads=(8, 8), dtype="bfloat16", layout="HND"),
     Case((40, 1), (400, 9), heads=(4, 2), dtype="bfloat16", mask="some", window=(63, 5)),
     Case((1,) * 8, (90,) * 8, heads=(4, 2), dtype="bfloat16", split_tokens=40),
     Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
     Case((1, 1), (333, 40), heads=(8, 2), dtype="bfloat16", block_size=5, window=300, punched=True),
     Case((1, 2), (200, 40), heads=(4, 2), dims=(128, 128), kv="int8/token_head", dtype="bfloat16", block_size=48),
 )
+MANY_PIECES = Case((1,), (2100,), heads=(4, 2), dtype="bfloat16", split_tokens=40)
+"""More pieces of a unit than the kernel copies at once."""
 
 
 def some(mistakes: Iterable[str]) -> list[Any]:
@@ -117,7 +131,7 @@ def some(mistakes: Iterable[str]) -> list[Any]:
     return [pytest.param(one, marks=[pytest.mark.slow] if n % 4 else []) for n, one in enumerate(mistakes)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, MANY_PIECES], ids=str)
 def test_kernels_without_a_mistake_pass(case: Case) -> None:
     check(case, Emulator(8))
 
@@ -159,22 +173,28 @@ def test_a_planted_mistake_in_remembering_shares_is_caught(mistake: str) -> None
 
 PIECES = {
     "a piece is left out": Planted(
-        "merge.cuh", "if (done + i >= pieces) break;", "if (done + i >= pieces) break;\nif (done + i == 1) continue;"
+        "merge.cuh", "for (i32 i = done ? 0 : 1; i < now", "for (i32 i = done ? 0 : 2; i < now"
     ),
-    "only the pieces that are loaded at once are merged": Planted(
-        "merge.cuh", "done < pieces; done += AT_ONCE", "done < AT_ONCE; done += AT_ONCE"
+    "only the pieces that are copied at once are merged": Planted(
+        "merge.cuh", "done < pieces.count; done += AT_ONCE", "done < AT_ONCE; done += AT_ONCE"
     ),
-    "the last piece counts more than once": Planted("merge.cuh", "if (done + i >= pieces) break;", ""),
+    "more pieces are merged than there are": Planted(
+        "merge.cuh", "pieces.count - done < AT_ONCE ? pieces.count - done : AT_ONCE", "AT_ONCE"
+    ),
+    "pieces are folded before they came": Planted("merge.cuh", "ptx::copy_wait<0>();", ""),
+    "no thread waits for what others copied": Planted(
+        "merge.cuh", "ptx::copy_wait<0>();\n            ptx::sync_block();", "ptx::copy_wait<0>();"
+    ),
+    "pieces are overwritten too early": Planted(
+        "merge.cuh", "ptx::sync_block();  // the next pieces or stages", "// the next pieces or stages"
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", some(PIECES))
 def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
     machine = planted(PIECES[mistake], Emulator(8))
-    assert any(
-        catches(case, machine)
-        for case in (*CASES, Case((1,) * 2, (333,) * 2, heads=(4, 2), dtype="bfloat16", split_tokens=40))
-    )
+    assert any(catches(case, machine) for case in (*CASES, MANY_PIECES))
 
 
 def test_rows_of_8_bytes_alignment_are_copied_8_bytes_at_a_time() -> None:

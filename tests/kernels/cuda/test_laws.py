@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -240,6 +242,22 @@ def test_chunks_with_too_many_partial_states_are_folded_by_one_cta_to_the_same_b
     assert sum(4 * launch.floats for launch in attention.launches_of(longest, few)) <= attention.MOST_PARTIALS
     launch = attention.launches_of(longest, few)[0]
     assert launch.words == attention.RECORD_WORDS * launch.blocks, "no CTA shares a unit, so there are no tickets"
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "fields"),
+    [
+        (0.5, 0.0, (0.5 / math.log(2), 0.0)),
+        (0.5, 30.0, (0.5 / 30, 30.0)),
+        (1e30, 1e-30, (attention.FLOAT_MAX, 1e-30)),
+        (-1e30, 1e-30, (-attention.FLOAT_MAX, 1e-30)),
+    ],
+)
+def test_the_host_divides_the_scale_and_stays_within_float32(
+    scale: float, softcap: float, fields: tuple[float, float]
+) -> None:
+    assert attention._scale_and_cap(scale, softcap) == pytest.approx(fields)
+    struct.pack("2f", *attention._scale_and_cap(scale, softcap))  # refuses what no float32 holds
 
 
 @pytest.mark.parametrize("softcap", [1e29, 1e31, 3e38])

@@ -42,7 +42,7 @@ KERNEL(32, 1) probe(const __grid_constant__ AttentionParams p) {
         ptx::write(to, i64{partition.unit.sequence} * p.num_kv_heads + partition.unit.head);
         ptx::write(to + 1, i64{partition.first_mine()});
         ptx::write(to + 2, i64{partition.end_mine()});
-        ptx::write(to + 3, i64{partition.num_partials()});
+        ptx::write(to + 3, i64{partition.pieces().count});
     }
 }
 """
@@ -115,6 +115,7 @@ SHAPES = {
     "1 x 4k": (4096,),
     "1 x 32k": (32768,),
     "8 x 8k": (8192,) * 8,
+    "12 x 4k": (4096,) * 12,
     "33 x 4k": (4096,) * 33,
     "ragged": tuple(4096 * 32 // (n + 8) for n in range(32)),
 }
@@ -137,17 +138,27 @@ def test_the_model_cuts_as_the_kernel_does(lens: tuple[int, ...], machine: Emula
         assert edges[-1] == -(-lens[unit // KV_HEADS] // STEP)
 
 
+@pytest.mark.parametrize(("sequences", "steps"), [(1, 2), (2, 4), (8, 16), (32, 64), (33, 64)])
+def test_equal_sequences_are_cut_evenly_and_no_cta_works_on_two_units(
+    sequences: int, steps: int, machine: Emulator
+) -> None:
+    pieces = pieces_of(machine, (4096,) * sequences, CTAS)
+    assert len({piece.cta for piece in pieces}) == len(pieces)
+    assert {piece.end - piece.first for piece in pieces} == {steps}
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "shared"),
+    ("lens", "old", "new", "cut"),
     [
-        ("16 * longest <= 17 * share", "longest <= share", 248),
-        ("16 * longest <= 17 * share", "33 * longest <= 34 * share", 248),
-        ("share = longest;", "share = longest - 1;", 250),
+        (BASE, "even = 1;", "even = 0;", predict.Cut(busiest=64, pieces=2, shared=248)),
+        ((4096,) * 8, "even = 1;", "even = 0;", predict.Cut(busiest=16, pieces=5, shared=64)),
+        ((4096,) * 8, "longest - OVERHEAD", "longest", predict.Cut(busiest=17, pieces=4, shared=64)),
+        ((4096,) * 12, "|| 16 * share > 17 * cut", "", predict.Cut(busiest=32, pieces=2, shared=96)),
     ],
 )
-def test_a_planted_mistake_in_the_rule_for_units_that_nearly_fit_is_caught(
-    old: str, new: str, shared: int, machine: Emulator
+def test_a_planted_mistake_in_the_rule_for_even_cuts_is_caught(
+    lens: tuple[int, ...], old: str, new: str, cut: predict.Cut, machine: Emulator
 ) -> None:
     assert machine.sources["partition.cuh"].count(old) == 1
     machine.sources["partition.cuh"] = machine.sources["partition.cuh"].replace(old, new)
-    assert cut_of(pieces_of(machine, BASE, CTAS)).shared == shared
+    assert cut_of(pieces_of(machine, lens, CTAS)) == cut != copy_of(lens, CTAS)

@@ -21,7 +21,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda.specialisation import CLASSES, Keys
-from tests.cases import GRID, SMALL
+from tests.cases import GRID, SMALL, Case, call_of
 from tests.kernels import by_hand
 from tests.kernels.triton.test_triton import interpreted, interpreting, tuning
 
@@ -241,12 +241,11 @@ def test_the_search_writes_the_fastest_fields_of_each_size(monkeypatch: pytest.M
     before = tuning._table()
     tune.main(["--kernels", "triton", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "tuning.json").read_text())
-    assert found["interpreter"]["decode"] == {"256/64": {"N": 64, "one_launch": True}}
+    assert found["interpreter"]["decode_16"] == {"256/64": {"N": 64, "one_launch": True}}
     assert found["interpreter"]["prefill"] == {"256/64": {"N": 64}}
     assert found["interpreter"]["source"].startswith("measured on NVIDIA H200")
-    assert {arch: entry["source"] for arch, entry in found.items() if arch != "interpreter"} == dict.fromkeys(
-        tune.REASONED, "rule"
-    )
+    others = {arch: entry for arch, entry in found.items() if arch != "interpreter"}
+    assert others == {arch: before[arch] for arch in tune.REASONED}
     assert len(seen) > 8
     assert tuning._table() is before
 
@@ -264,6 +263,25 @@ def test_kernels_take_their_sizes_from_the_table(monkeypatch: pytest.MonkeyPatch
     with tune.table({"gfx942": {"source": "measured", "decode": {tuning.size_key(*size): fields}}}):
         assert not tuning.tuning("decode", tuning.Target("gfx942", 304), *size).one_launch, "see Tuning"
     assert tuning.tuning("decode", on, *size) == plain
+
+
+def test_tiles_of_16_rows_have_a_tuning_of_their_own_or_that_of_all_tiles() -> None:
+    on = tuning.Target("sm_90", 132)
+    narrow, plain = (tuning.tuning("decode_16", on, size, 128) for size in (256, 512))
+    assert (narrow.num_warps, narrow.programs, narrow.N) == (1, 8, 32)
+    assert tuning.tuning("decode", on, 256, 128).num_warps == 4
+    assert plain == tuning.tuning("decode", on, 512, 128)
+
+
+@pytest.mark.parametrize(("new_tokens", "asked"), [(1, "decode_16"), (4, "decode_16"), (8, "decode")])
+def test_a_decode_asks_for_the_tuning_of_its_rows(new_tokens: int, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedkv.kernels.triton import backend, decode
+
+    seen: list[str] = []
+    real = decode.tuning
+    monkeypatch.setattr(decode, "tuning", lambda kernel, *where: seen.append(kernel) or real(kernel, *where))
+    backend.paged_attention(call_of(Case((new_tokens,), (70,), heads=(8, 2), dtype="bfloat16").build()))
+    assert (seen[-1] == "decode_16") == (asked == "decode_16")
 
 
 def test_entries_that_were_not_measured_have_the_values_of_the_rule_and_its_name() -> None:
