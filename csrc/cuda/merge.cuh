@@ -150,7 +150,7 @@ template <class Use> DEVICE void for_quads(const Unit& unit, i32 group, u32 thre
 #pragma unroll 1
     for (u32 quad = thread; quad < static_cast<u32>(num_rows) * (DV / 4); quad += THREADS) {
         const u32 row = quad / (DV / 4), column = quad % (DV / 4) * 4;
-        const Place at = place_of(unit, group, unit.tile * ROWS + static_cast<i32>(row));
+        const UnitRow at = unit_row(unit, group, unit.tile * ROWS + static_cast<i32>(row));
         use(quad, row, column, static_cast<i64>(unit.first_query) + at.query, unit.head * group + at.head);
     }
 }
@@ -205,7 +205,7 @@ DEVICE void merge_unit(const AttentionParams& p, const Unit& unit, i32 group, co
             ptx::sync_block();  // the next pieces or stages will overwrite these
         }
         if (is_mine) {
-            const Place at = place_of(unit, group, unit.tile * ROWS + static_cast<i32>(row));
+            const UnitRow at = unit_row(unit, group, unit.tile * ROWS + static_cast<i32>(row));
             const i64 token = static_cast<i64>(unit.first_query) + at.query;
             write_result(p, token, unit.head * group + at.head, column, all, v_scale);
         }

@@ -49,7 +49,7 @@ DEVICE void spoil(State& state, u32 marks, u32 lane) {
 // Return what a row may see. Row `x` of a unit is head x % G of query x / G. A row past the unit's last query holds
 // zeros and may see every key; its result is not stored.
 DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile) {
-    const auto [query, head] = place_of(unit, group, unit.tile * ROWS + in_tile);
+    const auto [query, head] = unit_row(unit, group, unit.tile * ROWS + in_tile);
     const i32 old = unit.length - unit.queries;
     Row row{old + query, 0, 0x7fffffff, old, nullptr, 0.0f};
     if (query >= unit.queries) return row;
@@ -62,7 +62,7 @@ DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_
 
 // Return the address of a query row in global memory, and whether the unit has it.
 DEVICE const u8* query_at(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile, bool& there) {
-    const auto [query, head] = place_of(unit, group, unit.tile * ROWS + in_tile);
+    const auto [query, head] = unit_row(unit, group, unit.tile * ROWS + in_tile);
     there = query < unit.queries;
     return static_cast<const u8*>(p.q) + (unit.first_query + query) * p.q_token +
            (unit.head * group + head) * p.q_head;
@@ -255,6 +255,7 @@ DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queri
     const u32 marks = me.base + marks_at(me.team, me.first_row);
     if (apart && me.part == 0 && me.lane < 16) ptx::shared_write(marks + 4 * me.lane, 0u);
     attend(state, p, pages, queries, rows, walk, me, apart);
+    ptx::stamp(ATTENDED);
     ptx::sync_block();  // the sums will overwrite the stages
     if (apart) {
         spoil(state, marks, me.lane);
@@ -316,7 +317,12 @@ DEVICE void share_piece(const AttentionParams& p, const Unit& unit, i32 group, c
     for_quads(unit, group, me.thread, [&](u32, u32 row, u32 column, i64, i32) {
         mine.store(row, column, load_teams(me.base, row, column));
     });
-    if (arrive(p, pieces.first, pieces.count, me)) merge_unit(p, unit, group, pieces, v_scale, me.base, me.thread);
+    ptx::stamp(STORED);
+    const bool is_last = arrive(p, pieces.first, pieces.count, me);
+    ptx::stamp(ARRIVED);
+    if (!is_last) return;
+    merge_unit(p, unit, group, pieces, v_scale, me.base, me.thread);
+    ptx::stamp(MERGED);
 }
 
 // Wait for the unit's queries, and set what this lane's two rows may see. The keys under way are not waited for.
@@ -339,6 +345,7 @@ DEVICE void prepare(Queries& queries, Row (&rows)[2], const AttentionParams& p, 
 }
 
 KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
+    ptx::stamp(ENTERED);
     ThreadRole me;
     me.base = ptx::shared_base();
     me.thread = ptx::thread_index();
@@ -351,6 +358,7 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
     Partition<ROWS, STEP_TOKENS> partition(p);
     const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
+    ptx::stamp(RECALLED);
     if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, launch);  // this thread alone reads it
     const float k_scale = !TOKEN_SCALES && p.k_scale ? ptx::read(p.k_scale) : 1.0f, v_scale = value_scale(p);
     for (; partition.more(); partition.advance()) {
@@ -374,6 +382,7 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
                 if constexpr (READS_EARLY) lane_queries = read_queries(p, unit, partition.group, warp, me.lane);
             }
             fetch_first(walk, p, pages, me);
+            ptx::stamp(FETCHING);
             if (!is_ready) {
                 is_ready = true;
                 if constexpr (Elements::SCALED_QUERIES) {
@@ -382,7 +391,9 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
                 }
                 prepare(queries, rows, p, unit, partition.group, p.scale * k_scale, me);
             }
+            ptx::stamp(PREPARED);
             attend_all(p, pages, queries, rows, walk, me, mixed, apart);
+            ptx::stamp(GATHERED);
             if (mixed && !apart && any_nan(me)) {
                 apart = true;  // once more, see set_apart
                 continue;
@@ -396,4 +407,5 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
             item = next;
         } while (apart || item < end);
     }
+    ptx::stamp(ENDED);
 }

@@ -51,12 +51,12 @@ struct Pieces {  // of a unit: its partial states
     }
 };
 
-struct Place {  // of a row in a unit; a query that the unit does not have has some head
+struct UnitRow {  // a row of a unit; a query that the unit does not have has some head
     i32 query, head;
 };
 
 // Row x is head x % G of query x / G. A decode has one query, and takes no division.
-DEVICE Place place_of(const Unit& unit, i32 group, i32 x) {
+DEVICE UnitRow unit_row(const Unit& unit, i32 group, i32 x) {
     if (unit.queries == 1) return {x >= group, x >= group ? 0 : x};
     const i32 query = x / group;
     return {query, x - query * group};

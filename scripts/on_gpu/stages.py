@@ -57,8 +57,9 @@ FIRST: Final = (
     Stage("prediction", ("-m", "pagedkv.bench.gpu.model"), 15, needs=("torch",)),
     Stage("race", _bench("race"), 130),
     Stage("ceilings", _bench("ceiling"), 50, needs=TRITON),
-    Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick", "--no-peers"), 120, needs=TRITON),
-    Stage("profile", _bench("profile"), 70, needs=(*CUDA, "program:ncu")),
+    Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick", "--no-peers"), 80, needs=TRITON),
+    Stage("profile", _bench("inside.profile"), 70, needs=(*CUDA, "program:ncu")),
+    Stage("stamps", _bench("inside.stamps"), 40, needs=CUDA),
     Stage("host", _bench("host"), 40),
     Stage("prefill", _bench("prefill"), 55),
 )

@@ -19,8 +19,11 @@ import pytest
 import torch
 
 from pagedkv import KernelUnavailable, paged_attention
-from pagedkv.bench.gpu import attention, environment, host, pool, prefill, profile, race, timing
+from pagedkv.bench.gpu import attention, environment, host, pool, prefill, race, timing
+from pagedkv.bench.gpu.inside import profile, stamps
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.cuda import compiler
+from pagedkv.kernels.cuda.specialisation import CLASSES, Keys, specialise
 
 TINY = replace(attention.BASE, batch=3, context=50, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
 
@@ -237,3 +240,43 @@ def test_the_environment_says_what_is_missing(capsys: pytest.CaptureFixture[str]
     for stage in (race, host, prefill, profile):
         assert stage.__doc__
         assert f"python -m {stage.__name__}" in stage.__doc__
+
+
+def test_stamps_become_microseconds_since_each_cta_began() -> None:
+    """The clock of SM 0 begins at 1000, that of SM 1 at 5000; both tick 2000 times in a microsecond."""
+    words = torch.zeros(4, stamps.WORDS, dtype=torch.int64)
+    for cta, (first, passed) in enumerate([(1000, (1, 2, 9)), (5000, (1, 9)), (9000, (1, 3, 9))]):
+        words[cta, 0], words[cta, 14], words[cta, 15] = first, 10**9, 10**9 + 1000 * (cta + 4)
+        for place in passed:
+            words[cta, place] = first + (2000 * (cta + 4) if place == 9 else 1000 * place)
+    rows = {row["place"]: row for row in stamps.phases(words)}
+    assert list(rows) == ["share recalled", "first keys asked for", "queries there", "ended"]
+    assert rows["share recalled"] == {"place": "share recalled", "ctas": 3, "min": 0.5, "median": 0.5, "max": 0.5}
+    assert (rows["first keys asked for"]["ctas"], rows["first keys asked for"]["max"]) == (1, 1.0)
+    assert [rows["ended"][key] for key in ("min", "median", "max")] == [4.0, 5.0, 6.0]
+
+
+def test_kernels_have_stamps_only_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    loaded: list[bytes] = []
+    driver = types.SimpleNamespace(
+        _cuda=types.SimpleNamespace(moduleLoadData=lambda cubin: loaded.append(cubin) or len(loaded)), _functions={1: 2}
+    )
+    monkeypatch.setattr("pagedkv.kernels.cuda.driver.driver_of", lambda device: driver)
+    keys = Keys(page_runs=2)
+    kernel = specialise((1, 1), (64, 64), CLASSES[0], keys, compiler.ARCHITECTURES["sm_90"])
+    with stamps.stamped() as modules:
+        assert not driver._functions
+        driver._cuda.moduleLoadData(compiler.compile_cubin(kernel.name, kernel.macros, "sm_90").cubin)
+    assert modules == [1]
+    assert b"stamps" in loaded[0]
+    assert driver._functions == {1: 2}
+    assert b"stamps" not in compiler.compile_cubin(kernel.name, kernel.macros, "sm_90").cubin
+
+
+def test_the_places_are_those_of_the_kernel() -> None:
+    names = re.search(r"enum Place \{ (.*?) \};", compiler.sources()["ptx.cuh"])
+    assert names
+    assert len(names[1].split(", ")) == len(stamps.PLACES)
+    kernel = compiler.sources()["paged_attention.cuh"]
+    assert all(kernel.count(f"ptx::stamp({name})") == 1 for name in names[1].split(", "))

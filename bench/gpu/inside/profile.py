@@ -1,9 +1,9 @@
-"""Three cells under Nsight Compute: `python -m pagedkv.bench.gpu.profile`.
+"""Three cells under Nsight Compute: `python -m pagedkv.bench.gpu.inside.profile`.
 
 The program starts ncu three times, each with a limit of time, over `--once`: a process that calls one backend on one
 cell a few times. The clocks are left as they are (`--clock-control none`): a machine that is lent may refuse to change
 them. FOLDER then has a report for ncu's own viewer and a row with the metrics below; the counts of the
-model's prediction stand beside them (model/).
+model's prediction stand beside them (../model).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def metrics_of(page: str) -> dict[str, Any]:
 def profiled(cell: str, backend: str, folder: Path, seconds: float) -> dict[str, Any]:
     """Run ncu over one cell and return its metrics. Raises: OSError, subprocess.SubprocessError, InvalidRequest"""
     report = folder / f"ncu-{cell.replace(' ', '-')}-{backend}"
-    watched = [sys.executable, "-m", "pagedkv.bench.gpu.profile", "--once", cell, backend]
+    watched = [sys.executable, "-m", "pagedkv.bench.gpu.inside.profile", "--once", cell, backend]
     which = ["-k", KERNELS, "--launch-skip", str(SKIPPED), "--launch-count", "1"]
     command = ["ncu", "--clock-control", "none", "--set", "full", *which, "-f", "-o", str(report), *watched]
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
@@ -95,7 +95,7 @@ def profiled(cell: str, backend: str, folder: Path, seconds: float) -> dict[str,
 
 def main(argv: list[str] | None = None) -> int:
     """Print and keep the metrics; return 1 if a cell has none."""
-    parser = options_of(__doc__, "profile")
+    parser = options_of(__doc__, "inside.profile")
     parser.add_argument("--backend", default="cuda", help="a name in the registry")
     parser.add_argument("--seconds", type=float, default=2 * SECONDS, help="for all cells")
     parser.add_argument("--once", nargs=2, metavar=("CELL", "BACKEND"), help="call, for a profiler that watches")
