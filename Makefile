@@ -77,7 +77,7 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 		-m "not gpu" tests/integrations/vllm
 
 test-distributed: $(STAMPS)/dev test-ray ## several processes, with their slow tests: processes that are killed, NIXL, Ray
-	@$(PIP) --no-deps nixl nixl-cu12
+	@$(PIP) --no-deps nixl nixl-cu12 || echo 'no nixl for this machine: its tests are skipped'
 	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
 
 test-ray: ## replicas behind Ray Serve, some of them killed, in an environment of its own (RAY=2.59.0, minutes)

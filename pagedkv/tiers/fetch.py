@@ -64,6 +64,7 @@ class Fetch:
         self.pages: list[FetchedPage] = []
         self.jobs: list[Job] = []
         self.ids: I32 = ids
+        self.digests: list[bytes] = []  # of its pages, as far as they were hashed
         self.page_tokens: int = 0
         self.first: int = 0  # the page where the planned ones begin
         self.start: int | None = None  # the page where the first look found that the pool ends
@@ -232,7 +233,8 @@ class Loader:
         size, ids, tenant = fetch.page_tokens, fetch.ids, fetch.tenant
         fetch.first = cache.lookup(ids, tenant=tenant, salt=salt) // size
         fetch.start = fetch.first if fetch.start is None else min(fetch.start, fetch.first)
-        keys = namer.keys_of(ids[: max(0, len(ids) - 1)], tenant, salt, block_size=size, first=fetch.first)
+        findable, hashed = ids[: max(0, len(ids) - 1)], fetch.digests
+        keys = namer.keys_of(findable, tenant, salt, block_size=size, first=fetch.first, digests=hashed)
         pages = self._findable(keys)
         if fetch.may_wait and (patience := max((self._patience(page) for page in pages), default=0.0)):
             fetch.patience, fetch.deadline = patience, time.monotonic() + patience

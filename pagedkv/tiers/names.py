@@ -61,15 +61,25 @@ class Namer:
         return Key(hasher.digest(), tenant)
 
     def keys_of(
-        self, ids: I32, tenant: bytes, salt: bytes | Mapping[int, bytes], *, block_size: int, first: int = 0
+        self,
+        ids: I32,
+        tenant: bytes,
+        salt: bytes | Mapping[int, bytes],
+        *,
+        block_size: int,
+        first: int = 0,
+        digests: list[bytes] | None = None,
     ) -> Iterator[list[Key]]:
         """Yield the keys of each full page of `ids` (int32 [n]) from page `first` on, one for each group.
 
-        A page is hashed when it is asked for.
+        A page is hashed when it is asked for. digests: of the pages from the first on, as far as they were hashed for
+        the same tokens before; it grows, so that no page is hashed twice.
         """
-        salts, digest = salt_row(salt) if salt != b"" else (), root_digest(tenant)
+        salts, hashed = salt_row(salt) if salt != b"" else (), [] if digests is None else digests
         for page, at in enumerate(range(0, len(ids) - block_size + 1, block_size)):
-            own = tuple((place - at, each) for place, each in salts if at <= place < at + block_size)
-            digest = page_digest(digest, ids[at : at + block_size], own)
+            if page == len(hashed):
+                own = tuple((place - at, each) for place, each in salts if at <= place < at + block_size)
+                before = hashed[-1] if hashed else root_digest(tenant)
+                hashed.append(page_digest(before, ids[at : at + block_size], own))
             if page >= first:
-                yield [self.key(digest, tenant, group) for group in range(self._num_groups)]
+                yield [self.key(hashed[page], tenant, group) for group in range(self._num_groups)]

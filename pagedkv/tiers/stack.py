@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import torch
 
     from pagedkv.core.manager import MemoryManager
-    from pagedkv.core.state import I32
     from pagedkv.spec import KVSpec
 
 PAUSE: Final = 0.0002
@@ -210,17 +209,18 @@ class TierStack(ThreadGuard):
         seconds = DEADLINE if timeout is None else real(timeout, "timeout")
         fetch = Fetch(ids, self.pump, time.monotonic() + seconds)
         fetch.holds, fetch.may_wait = flag(hold, "hold"), timeout is None
-        self._expect(cache, ids, tenant, salt)
+        self._expect(cache, fetch, tenant, salt)
         self._loader.begin(cache, fetch, self._namer, tenant=tenant, salt=salt)
         return fetch
 
-    def _expect(self, cache: Any, ids: I32, tenant: bytes, salt: bytes | Mapping[int, bytes]) -> None:
+    def _expect(self, cache: Any, fetch: Fetch, tenant: bytes, salt: bytes | Mapping[int, bytes]) -> None:
         """Tell the tiers of a prompt, until one lets its pages be computed elsewhere."""
         assert self._loader is not None
+        ids, hashed = fetch.ids, fetch.digests
         size, findable, num_found = self._manager.block_size, ids[: max(0, len(ids) - 1)], self._loader.num_findable
 
         def keys(first: int) -> Iterator[list[Key]]:
-            return self._namer.keys_of(findable, tenant, salt, block_size=size, first=first)
+            return self._namer.keys_of(findable, tenant, salt, block_size=size, first=first, digests=hashed)
 
         def num_known(above: int) -> int:
             known = int(cache.lookup(ids, tenant=tenant, salt=salt))

@@ -11,7 +11,8 @@ import pytest
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import OutOfFrames
-from pagedkv.tiers import DiskTier, HostTier
+from pagedkv.tiers import DiskTier, HostTier, names
+from pagedkv.tiers.tier import Prompt
 from tests.tiers.world import SIZE, SPEC, World
 
 FRAMES = 24
@@ -145,4 +146,27 @@ def test_the_pages_before_a_damaged_one_are_found_and_the_damage_is_counted() ->
     cache.evict(16)
     assert cache.fetch(ids).wait(20)
     assert world.check_found(ids) == 40
+    cache.tiers.close()
+
+
+def test_a_prompt_is_hashed_once_for_tiers_that_are_told_of_it_and_for_the_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Curious(HostTier):
+        def expect(self, prompt: Prompt) -> bool:
+            return bool(list(prompt.keys(0))) and prompt.num_known() < 0
+
+    hashed: list[int] = []
+    real = names.page_digest
+    monkeypatch.setattr(names, "page_digest", lambda *page: hashed.append(1) or real(*page))
+    cache = PagedKVCache(SPEC, num_frames=FRAMES, tiers=[Curious(64 * SPEC.frame_bytes), HostTier(SPEC.frame_bytes)])
+    world, ids = World(cache), list(range(41))
+    world.run(ids)
+    assert cache.tiers.flush(20)
+    cache.evict(16)
+    hashed.clear()
+    fetch = cache.fetch(ids)
+    assert fetch.wait(20)
+    assert fetch.asked == 40
+    assert len(hashed) == 10
     cache.tiers.close()
