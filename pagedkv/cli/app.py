@@ -146,10 +146,16 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loading(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of Engine.load. Raises: InvalidRequest if two of them set the size of the pool"""
+    """Return the options of Engine.load.
+
+    Raises: InvalidRequest if two of them set the size of the pool; CheckpointError for a draft model that is not there
+    """
     if given["num_frames"] is not None and given["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
-    return {name: given[name] for name in LOADING if name in given} | {"tiers": tuple(given["tier"] or ())}
+    loading = {name: given[name] for name in LOADING if name in given} | {"tiers": tuple(given["tier"] or ())}
+    if "/" in (given.get("speculate") or ""):  # a draft model; a drafter's name has none
+        loading["speculate"] = hub.find(given["speculate"])
+    return loading
 
 
 @app.command()

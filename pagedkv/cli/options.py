@@ -133,7 +133,7 @@ BestOf = Annotated[
 NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
 Speculate = Annotated[
     str | None,
-    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, prompt-tree, draft, or a smaller model's folder."),
+    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, prompt-tree, draft, or a smaller model as --model."),
 ]
 SeenWindow = Annotated[
     int | None,

@@ -67,6 +67,8 @@ def refused(command):
         ("--device=cuda:999", "--device is 'cuda:999'"),
         ("--device=", "--device is ''"),
         ("--kv-dtype=fp4", "kv_dtype is 'fp4'"),
+        ("--speculate=no-owner/no-draft", "fetch it with: hf download no-owner/no-draft"),
+        ("--speculate=./draft", "no folder draft"),
         ("--speculate=prompt-tree --window=64", "take prompt-lookup instead of prompt-tree"),
         ("--logprobs=2", "--logprobs are keys of the JSON; give --json too"),
         ("--logprobs=21 --json", "logprobs is 21"),
@@ -97,6 +99,12 @@ def test_an_unknown_command_is_refused_in_one_line(refused):
 
 def test_a_prompt_longer_than_the_pool_is_refused(refused):
     assert "the pool has 10; raise num_frames or memory" in refused("--prompt", "lamp " * 200, "--num-frames", 10)
+
+
+def test_the_server_refuses_a_draft_model_in_the_same_words(refused):
+    pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'pagedkv[serve]'")
+    complaint = "fetch it with: hf download no-owner/no-draft"
+    assert complaint in refused("--speculate", "no-owner/no-draft", "--port", 0, subcommand="serve")
 
 
 @pytest.fixture

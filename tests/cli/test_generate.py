@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -341,6 +342,15 @@ def test_options_of_the_pool_reach_the_engine(command, monkeypatch):
     assert tenants == ["Zoë".encode()]
     longer = json.loads(command("generate", "--ignore-eos", "--max-tokens", 30, "--json").out)
     assert (longer["usage"]["completion_tokens"], longer["finish_reason"]) == (30, "length")
+
+
+def test_a_draft_model_is_looked_up_in_the_cache_of_the_hub(command, tmp_path, monkeypatch):
+    plain = command("generate", "--speculate", "draft", "--json").out
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    shutil.copytree(BUNDLED / "draft", tmp_path / "models--owner--draft/snapshots/abc")
+    found = json.loads(command("generate", "--speculate", "owner/draft", "--json").out)
+    assert (found["text"], found["acceptance"]) == (DEMO_ANSWER, json.loads(plain)["acceptance"])
+    assert found["acceptance"] > 0
 
 
 def test_json_has_log_probabilities_if_asked_for(command, tmp_path):
