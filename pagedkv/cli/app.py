@@ -187,6 +187,8 @@ def serve(
     tier: options.Tiers = None,
     kv_dtype: options.KvDtype = None,
     kernels: options.Kernels = "auto",
+    window: options.SeenWindow = None,
+    sinks: options.Sinks = 0,
     max_sequences: options.MaxSequences = 256,
     prefill_chunk: options.PrefillChunk = None,
 ) -> int:
