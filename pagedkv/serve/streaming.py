@@ -206,6 +206,7 @@ class AsyncEngine:
         """Step while there is work, and wait for orders while there is none."""
         failures = 0
         while failures < MOST_FAILURES:
+            steps = self.engine.meter.steps
             try:
                 if not self._follow_orders():
                     break
@@ -214,7 +215,8 @@ class AsyncEngine:
                     self.engine.step()
                 failures = 0
             except BaseException as error:  # libraries in Rust panic with one of their own
-                failures += 1
+                is_whole = self.engine.meter.steps > steps  # a validator's SystemExit is raised behind a step
+                failures = 1 if is_whole else failures + 1
                 _log.exception("a step failed, for the %s. time in a row", failures)
                 last = f"the engine failed {failures} times in a row: {described(error)}; restart it"
             self._busy_since = None

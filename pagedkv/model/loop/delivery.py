@@ -37,10 +37,12 @@ class Delivery:
     meter:      counts tokens and ended requests
     finished:   completions whose listeners were told of the end, in order. The caller that takes them assigns a new
                 list.
+    exits:      exceptions of validators that are no Exception, such as SystemExit; `Engine.step` raises them
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, meter: Meter) -> None:
         self.finished: list[Completion] = []
+        self.exits: list[BaseException] = []
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._meter = meter
@@ -119,7 +121,7 @@ class Delivery:
         """End a completion, or reject its output and count that. Returns: whether it has ended"""
         before = len(completion.rejections)
         try:
-            return validation.ends(completion, reason)
+            return validation.ends(completion, reason, self.exits)
         finally:
             self._meter.rejected += len(completion.rejections) - before
 

@@ -8,6 +8,9 @@
 A retry keeps the pages of the prompt: the space is cut back to all tokens of the prompt but the last, whose logits give
 the first token. Listeners get no text before the output is accepted.
 
+An exception of the validator ends its request. `step` raises one that is no Exception, such as SystemExit, when all
+others have their tokens. Only a KeyboardInterrupt breaks the step off and ends no request.
+
 This file knows completions. `Completion.rejections` and the tokens are the truth about retries: one assignment moves an
 output from the tokens to the rejections, and more than `max_retries` of them end the completion. After an interrupt
 inside a validator the same output is judged again; after one behind it, none is.
@@ -27,10 +30,11 @@ if TYPE_CHECKING:
     from pagedkv.model.request import Completion
 
 
-def ends(completion: Completion, reason: str) -> bool:
+def ends(completion: Completion, reason: str, exits: list[BaseException]) -> bool:
     """End a completion with `reason`, or reject its output, so that it begins anew. Returns: whether it has ended
 
     A request whose validator raises, or returns anything but True, False or a text, ends with an error.
+    exits: gets what the validator raises if that is no Exception
     """
     params = completion.request.params
     if params.validator is None or completion.finish_reason:
@@ -41,7 +45,11 @@ def ends(completion: Completion, reason: str) -> bool:
     try:
         tokens, logprobs = [*completion.token_ids], [*completion.logprobs]
         verdict = params.validator(replace(completion, finish_reason=reason, token_ids=tokens, logprobs=logprobs))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            exits.append(error)
         return _fail(completion, f"the validator raised {described(error)}")
     if verdict is True:
         completion.end(reason)

@@ -169,6 +169,77 @@ def test_a_validator_that_fails_ends_its_own_request_only(engine: Engine, verdic
     assert idle(engine)
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("kind", [SystemExit, Panic])
+def test_an_exit_of_a_validator_ends_its_request_and_is_raised_once(engine: Engine, kind: type[BaseException]) -> None:
+    asked: list[int] = []
+
+    def leave(completion: Completion) -> bool:
+        asked.append(completion.index)
+        raise kind("bad arguments")
+
+    request = engine.submit(prompt_of(9), with_seed(3, validator=leave, max_retries=5), num_samples=2)
+    late = engine.submit(prompt_of(9), with_seed(3, validator=leave, max_retries=5, max_tokens=7))
+    other = engine.submit(prompt_of(9), with_seed(3, max_tokens=20))
+    finished, raised = list[Completion](), list[int]()
+    for _ in range(30):
+        try:
+            finished += engine.step()
+        except kind:
+            raised.append(len(other.completions[0].token_ids))
+    assert raised == [6, 7]  # the step that asked has given the others their tokens
+    assert asked == [0, 0] or asked == [1, 0]
+    ended = [*request.completions, *late.completions]
+    assert [one.error for one in ended] == [f"the validator raised {kind.__name__}: bad arguments"] * 3
+    assert finished == [*ended, *other.completions]
+    assert outputs([other]) == outputs(engine.generate([prompt_of(9)], with_seed(3, max_tokens=20)))
+    assert idle(engine)
+
+
+def test_an_exit_in_a_call_of_cancel_is_raised_by_the_next_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(_: Completion) -> bool:
+        raise SystemExit
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    request, other = engine.submit(prompt_of(9), with_seed(3, validator=leave)), engine.submit(prompt_of(9))
+    for _ in range(5):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.delivery, "retries", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.cancel(other)
+    assert request.completions[0].finish_reason == "error"
+    with pytest.raises(SystemExit):
+        engine.run()
+    assert engine.step() == request.completions
+    assert idle(engine)
+
+
+def test_a_keyboard_interrupt_in_a_validator_ends_no_request(engine: Engine) -> None:
+    interrupts = iter([KeyboardInterrupt, KeyboardInterrupt])
+
+    def validator(_: Completion) -> bool:
+        for interrupt in interrupts:
+            raise interrupt
+        return True
+
+    request = engine.submit(prompt_of(9), with_seed(3, validator=validator))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+    engine.run()
+    assert (request.completions[0].finish_reason, len(request.completions[0].token_ids)) == ("length", 6)
+    assert idle(engine)
+
+
 def test_a_request_that_its_validator_cancels_is_cancelled(engine: Engine) -> None:
     def validator(completion: Completion) -> bool:
         engine.cancel(completion.request)
