@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import InvalidRequest, described
 from pagedkv.model.loop.draws import Drawn, Guess, draw
 from pagedkv.model.ways.trees import Tree
 
@@ -46,6 +46,10 @@ BRANCHES: Final = (
 
 class Drafter(Protocol):
     """A source of drafts. Its state is about sequences that run; it can be lost at any time.
+
+    If `propose` raises an Exception or returns bad drafts, the engine calls `recover`, then `propose` for each sequence
+    alone. The request of a sequence for which that fails ends with an error. `step` raises any other exception, such as
+    SystemExit, and ends no request. `forget` and `recover` must not raise.
 
     num_tokens: the most drafts of a sequence in a step
     vocab_size: drafts are below it; None if they are copied from the text
@@ -94,7 +98,7 @@ class Speculation:
         self.num_drafts: int = 0
         self.num_accepted: int = 0
         self.num_gained: int = 0
-        self._max_tokens = config.max_position_embeddings
+        self._max_tokens, self._vocab_size = config.max_position_embeddings, config.vocab_size
 
     @property
     def acceptance(self) -> float:
@@ -109,7 +113,7 @@ class Speculation:
     def extend(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         """Return the chunks of a step with drafts behind those of decoding sequences, `budget` tokens in all.
 
-        A request ends with an error if its drafts are of several branches and the model has windows.
+        A request ends with an error if the drafter fails for it, or gives several branches and the model has windows.
         """
         budget -= sum(chunk.num_tokens for chunk in chunks)
         places: list[int] = []
@@ -123,7 +127,7 @@ class Speculation:
                     most.append(allowed)
                     budget -= allowed
         if places:
-            drafts = self.drafter.propose([chunks[place].sequence for place in places], most)
+            drafts = self._proposed([chunks[place].sequence for place in places], most)
             for place, drafted in zip(places, drafts, strict=True):
                 if not isinstance(drafted, Tree):
                     chunks[place] = chunks[place].with_drafts(drafted)
@@ -132,9 +136,38 @@ class Speculation:
                 elif drafted.is_chain:
                     chunks[place] = chunks[place].with_drafts(drafted.tokens)
                 else:
-                    for completion in chunks[place].sequence.completion.request.completions:
-                        completion.end("error", BRANCHES)
+                    _end(chunks[place].sequence, BRANCHES)
         return chunks
+
+    def _proposed(self, sequences: list[SequenceState], most: list[int]) -> list[Sequence[int] | Tree]:
+        """Return the drafts of each sequence; none for one whose request ends because the drafter fails for it."""
+        try:
+            drafts = list(self.drafter.propose(sequences, most))
+            for drafted, count in zip(drafts, most, strict=True):
+                self._check(drafted, count)
+            return drafts
+        except Exception as error:
+            failure = described(error)
+        self.drafter.recover()
+        if len(sequences) == 1:
+            _end(sequences[0], f"the drafter failed: {failure}")
+            return [()]
+        return [
+            () if sequence.completion.finish_reason else self._proposed([sequence], [count])[0]
+            for sequence, count in zip(sequences, most, strict=True)
+        ]
+
+    def _check(self, drafted: Sequence[int] | Tree, most: int) -> None:
+        """Raise InvalidRequest if the model cannot compute the drafts of a sequence."""
+        tokens = drafted.tokens if isinstance(drafted, Tree) else drafted
+        if len(tokens) > most:
+            raise InvalidRequest(f"propose returned {len(tokens)} drafts for a sequence that may have {most}")
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise InvalidRequest(f"propose returned {drafted!r}; drafts must be from 0 to {self._vocab_size - 1}")
+        if isinstance(drafted, Tree):
+            after = [-1 <= parent < draft for draft, parent in enumerate(drafted.parents)]
+            if len(after) != len(tokens) or not all(after):
+                raise InvalidRequest(f"propose returned {drafted!r}; each draft needs a parent before it, or -1")
 
     def _useful(self, sequence: SequenceState) -> int:
         """Count the tokens that a sequence may have behind the one that its next pass gives in any case."""
@@ -210,3 +243,9 @@ class Speculation:
                 if (following := chunk.draft_behind(draft, one.token)) is not None:
                     going.append((chunk, row, following))
         return going
+
+
+def _end(sequence: SequenceState, error: str) -> None:
+    """End the request of a sequence with an error."""
+    for completion in sequence.completion.request.completions:
+        completion.end("error", error)
