@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 import pytest
@@ -95,10 +96,13 @@ def test_a_random_life_has_the_same_refusals_and_no_fewer_hits(num_blocks: int, 
 
 @pytest.mark.slow
 def test_a_step_costs_no_more_than_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode step of 64 requests, and a prompt of 8,000 tokens, in turns: the medians of both."""
+    """A decode step of 64 requests, and a prompt of 8,000 tokens: the median of our time by that of vLLM in each turn.
+
+    A turn takes 2 ms, so both of its halves bear the same load of other processes. No block is evicted.
+    """
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     init_none_hash(sha256)
-    managers = [manager_of(40_000, is_ours) for is_ours in (False, True)]
+    managers = [manager_of(200_000, is_ours) for is_ours in (False, True)]
     batches: list[list[Request]] = [[], []]
     for manager, batch in zip(managers, batches, strict=True):
         for number in range(64):
@@ -107,7 +111,7 @@ def test_a_step_costs_no_more_than_that_of_vllm(monkeypatch: pytest.MonkeyPatch)
             request.num_computed_tokens = 1000
             batch.append(request)
     seconds: dict[str, list[list[float]]] = {"decode": [[], []], "prompt": [[], []]}
-    for turn in range(60):
+    for turn in range(360):
         for which in (0, 1) if turn % 2 else (1, 0):
             manager, batch = managers[which], batches[which]
             start = time.perf_counter()
@@ -122,6 +126,6 @@ def test_a_step_costs_no_more_than_that_of_vllm(monkeypatch: pytest.MonkeyPatch)
             manager.free(long)
             seconds["prompt"][which].append(time.perf_counter() - start)
     for name, (plain, ours) in seconds.items():
-        medians = [1e6 * sorted(of)[len(of) // 2] for of in (plain, ours)]
-        print(f"{name}: vLLM {medians[0]:.2f} us, pagedkv {medians[1]:.2f} us")
-        assert medians[1] <= 1.1 * medians[0], name
+        ratio = median(mine / theirs for theirs, mine in zip(plain, ours, strict=True))
+        print(f"{name}: vLLM {1e6 * median(plain):.2f} us, pagedkv {1e6 * median(ours):.2f} us, ratio {ratio:.3f}")
+        assert ratio <= 1.1, name
