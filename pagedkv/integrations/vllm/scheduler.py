@@ -17,6 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.vllm.additional_config import policy_in
 from pagedkv.integrations.vllm.block_pool import PagedBlockPool
 
 _LOGGER: Final = init_logger("vllm.pagedkv")
@@ -37,13 +38,12 @@ def paged_blocks(policy: str = "lru") -> Iterator[None]:
 
 class _Paged:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        policy = (getattr(vllm_config, "additional_config", None) or {}).get("pagedkv_policy", "lru")
-        with paged_blocks(policy):
+        with paged_blocks(policy_in(getattr(vllm_config, "additional_config", None))):
             super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         if not isinstance(pool, PagedBlockPool):
             raise InvalidRequest(f"vLLM made a {type(pool).__name__}, not our block pool: its version is not served")
-        _LOGGER.info("Blocks by pagedkv: %s", pool.frames)
+        _LOGGER.info("Blocks by pagedkv: %s, evicted by %s", pool.frames, pool.frames.policy.name)
 
 
 class PagedSyncScheduler(_Paged, Scheduler):

@@ -58,6 +58,15 @@ def test_our_blocks_give_the_tokens_of_vllm_in_a_pool_that_preempts(name: str, f
     assert sum(map(sum, found["hits"])) >= sum(map(sum, plain["hits"]))
 
 
+def test_additional_config_chooses_the_policy_and_a_wrong_one_is_refused(folder: Path) -> None:
+    job = {"prompts": prompts(4, 300), "max_tokens": 4, "rounds": 1}
+    run: dict[str, Any] = {"model": model_in(folder, "llama"), "environ": OURS, "job": job, **SCHEDULER}
+    found = generate(**run, additional_config={"pagedkv_policy": "2q"})
+    assert "cached), evicted by 2q" in found["log"]
+    with pytest.raises(AssertionError, match="InvalidRequest: 'pagedkv_policy' of additional_config: policy is 'fifo'"):
+        generate(**run, additional_config={"pagedkv_policy": "fifo"})
+
+
 def test_a_block_size_that_the_kernels_of_vllm_refuse(stock: Any, folder: Path) -> None:
     found = generate(folder / "llama", environ=OURS, block_size=16, num_gpu_blocks_override=3200)
     assert "Attention by pagedkv" in found["log"]

@@ -1,0 +1,35 @@
+"""The keys of vLLM's `additional_config` that are for pagedkv. No vLLM is imported here.
+
+    vllm serve ... --additional-config '{"pagedkv_policy": "2q"}'
+
+vLLM hands the whole of `additional_config` to every plug-in and checks none of it. So a key that begins with `pagedkv_`
+and has no meaning is refused here: it would change nothing, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pagedkv.core import FramePool
+from pagedkv.errors import InvalidRequest
+
+POLICY: Final = "pagedkv_policy"
+
+
+def policy_in(additional_config: object) -> Any:
+    """Return the eviction policy that `additional_config` asks for, see FramePool: "lru" if it asks for none.
+
+    Raises: InvalidRequest for a policy that FramePool does not have, and for another key that begins with "pagedkv_".
+    """
+    if not isinstance(additional_config, Mapping):  # None, or an object of another plug-in
+        return "lru"
+    unknown = [key for key in additional_config if str(key).startswith("pagedkv_") and key != POLICY]
+    if unknown:
+        raise InvalidRequest(f"additional_config has {unknown[0]!r}; pagedkv reads {POLICY!r} alone: correct the name")
+    policy = additional_config.get(POLICY, "lru")
+    try:
+        FramePool(1, policy=policy)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{POLICY!r} of additional_config: {error}") from None
+    return policy

@@ -1,0 +1,33 @@
+"""The keys of vLLM's additional_config that are for pagedkv: a policy by name, and a clear word for anything else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pagedkv.core import policies
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.vllm.additional_config import policy_in
+
+
+@pytest.mark.parametrize("name", policies.POLICIES)
+def test_a_policy_is_chosen_by_its_name(name: str) -> None:
+    assert policy_in({"pagedkv_policy": name, "of_another_plug_in": 1}) == name
+
+
+@pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, object()])
+def test_lru_serves_where_no_policy_is_asked_for(config: object) -> None:
+    assert policy_in(config) == "lru"
+
+
+@pytest.mark.parametrize("asked", ["fifo", "", None, 3, ["2q"]])
+def test_another_policy_is_refused_with_the_names_that_there_are(asked: object) -> None:
+    words = f"'pagedkv_policy' of additional_config: policy is {asked!r}; give one of lru, 2q, lfu, cost, priority"
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        policy_in({"pagedkv_policy": asked})
+
+
+def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
+    with pytest.raises(InvalidRequest, match="has 'pagedkv_polices'; pagedkv reads 'pagedkv_policy' alone"):
+        policy_in({"pagedkv_polices": "2q"})
