@@ -47,6 +47,17 @@ SIZES = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 """Fields of its parallel part that do: each worker has a part of a chunk."""
 
 
+def facts_of(config: Any, weights: str) -> dict[str, Any]:
+    """Return all that vLLM tells of what the bytes of a chunk mean. config: vLLM's OffloadingConfig.
+
+    vLLM 0.33 tells max_model_len, too, and 0.32 does not. It is a fact: LongRoPE has other keys beyond the length that
+    a model was first trained for.
+    """
+    facts = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
+    facts["parallel"] = {name: facts["parallel"][name] for name in SIZES}
+    return facts | {"weights": weights, "vllm": vllm_version(), "platform": type(current_platform).__name__}
+
+
 class PagedOffloadingSpec(TieringOffloadingSpec):
     """vLLM's host memory over tiers of pagedkv.
 
@@ -93,11 +104,7 @@ class PagedTier(SecondaryTierManager):
         if not isinstance(weights, str) or not weights:
             raise InvalidRequest("extra_config names no weights; add 'weights', such as the digest of the checkpoint")
         [made] = tiers_of([tier])
-        facts = asdict(offloading_spec.config)
-        facts = {name: value for name, value in facts.items() if name not in ELSEWHERE}
-        facts["parallel"] = {name: facts["parallel"][name] for name in SIZES}
-        facts |= {"weights": weights, "vllm": vllm_version(), "platform": type(current_platform).__name__}
-        self._under = TierUnderChunks(primary_kv_view, made, facts)
+        self._under = TierUnderChunks(primary_kv_view, made, facts_of(offloading_spec.config, weights))
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """Return whether the tier seems to have a chunk."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
 
 from pagedkv.integrations.vllm.chunks import ChunkCopies
-from pagedkv.integrations.vllm.offload import CpuWorker
+from pagedkv.integrations.vllm.offload import CpuWorker, facts_of
 from tests.integrations.vllm.host.engines import generate, model_in, prompts
 
 JOB: dict[str, Any] = {"prompts": prompts(6, 2000), "rounds": 1}
@@ -48,6 +57,36 @@ def test_prompts_come_back_from_a_disk_and_a_damaged_one_is_computed(
     third = over(tmp_path, name, tokens_of_a_chunk)
     assert third["tokens"] == expected["tokens"]
     assert sum(third["hits"][0]) < sum(second["hits"][0])
+
+
+@dataclass(frozen=True)
+class ModelConfig33(OffloadingModelConfig):
+    """OffloadingModelConfig of vLLM 0.33."""
+
+    max_model_len: int = 0
+
+
+def test_the_name_of_a_chunk_covers_what_decides_its_bytes_in_both_versions() -> None:
+    parallel = OffloadingParallelConfig(
+        rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
+        data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=True,
+    )  # fmt: skip
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("a", "b"), 0),), worker_kv_bytes_per_block=4096,
+        enable_kv_cache_events=False, extra_config={}, engine_id="0", model=OffloadingModelConfig("phi", "float32"),
+        cache=OffloadingCacheConfig(16, 1), parallel=parallel,
+    )  # fmt: skip
+    plain = facts_of(config, "seed 0")
+    elsewhere = replace(config, engine_id="1", extra_config={"tiers": []}, parallel=replace(parallel, rank=1))
+    assert facts_of(elsewhere, "seed 0") == plain
+    others = [
+        replace(config, worker_kv_bytes_per_block=8192),
+        replace(config, parallel=replace(parallel, tp_size=2)),
+        replace(config, model=ModelConfig33("phi", "float32", 4096)),
+        replace(config, model=ModelConfig33("phi", "float32", 8192)),  # LongRoPE has other keys
+    ]
+    names = [json.dumps(each, sort_keys=True) for each in (plain, *(facts_of(other, "seed 0") for other in others))]
+    assert len({*names, json.dumps(facts_of(config, "seed 1"), sort_keys=True)}) == 6
 
 
 @pytest.mark.parametrize("options", [{}, {"expedited": True}], ids=["0.32", "0.33"])
