@@ -118,6 +118,13 @@ def rows_at(out, lse, strides, part, row, head, ok, Dv: tl.constexpr, WIDTH: tl.
     return number(x).to(tl.float32), tl.load(lse + lse_at, mask=ok, other=float("-inf"))
 
 
+@triton.jit
+def not_finite(x, log):
+    """Return how many elements of each row of x [N, WIDTH] are not finite; 0 where log [N] is -inf: no key was seen."""
+    found = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 1)
+    return tl.where(log == float("-inf"), 0, x.shape[1] - found)
+
+
 @triton.jit(do_not_specialize=["B", "steps", "length"])
 def store_states_kernel(
     out_a, lse_a, a_strides, out_b, lse_b, b_strides, out, lse, cu_seqlens_q, lens, doubtful, H, B, steps, length,
@@ -141,17 +148,19 @@ def store_states_kernel(
         is_before = tl.load(cu_seqlens_q + middle) <= token
         sequence = tl.where(is_before, middle, sequence)
         beyond = tl.where(is_before, beyond, middle)
-    if out_b is not None:
-        value, log = merged_rows(value, log, other, other_log)
     written = ok & (token + 0 * head < tl.load(cu_seqlens_q + B))
     sees = tl.load(lens + sequence) + 0 * head > 0
+    lost = 0 * head
+    if out_b is not None:
+        lost = tl.where(sees & written, not_finite(value, log) + not_finite(other, other_log), 0)
+        value, log = merged_rows(value, log, other, other_log)
     value = tl.where(tl.broadcast_to((sees & written)[:, None], value.shape), value, 0.0)
     log = tl.where(sees, log, float("-inf"))
     c = tl.arange(0, WIDTH)
     to = out + token.to(tl.int64) * out_token + wide[:, None] * out_head + c[None, :]
     tl.store(to, rounded(value, out.dtype.element_ty), mask=written[:, None] & (c < Dv)[None, :])
     tl.store(lse + token.to(tl.int64) * lse_token + head, log, mask=written)
-    bad = tl.sum(tl.sum((value != value).to(tl.int32), 1), 0)
+    bad = tl.sum(tl.sum((value != value).to(tl.int32), 1) + lost, 0)
     tl.store(doubtful + sequence, 1, mask=bad > 0)
 
 
@@ -160,7 +169,8 @@ def store_states(call: AttentionCall, states: Sequence[tuple[Tensor, Tensor]], l
 
     Shapes:   each state out [X, N, H, Dv] and lse float32 [X, N, H], any strides, last dim of out contiguous: token t
               is row t % N of part t // N; lens, doubtful int32 [B]
-    Modifies: call.out, call.lse; doubtful: 1 where a result of the sequence is NaN
+    Modifies: call.out, call.lse; doubtful: 1 where a result of the sequence is NaN, or one of two states is not finite,
+              which a weight of 0 would hide
     """
     (T, H, Dv), B = call.out.shape, lens.shape[0]
     width = triton.next_power_of_2(Dv)

@@ -18,8 +18,8 @@ The products are made by the first of these that serves the call:
 A sequence is doubtful, and another kernel computes it a second time, if
 
     a page of its new tokens is punched   other holes are left out of the tables. The new tokens are still the last ones
-    a result is NaN                       0 * NaN is NaN, so a value that is not finite may reach queries that do not
-                                          see it
+    a result is NaN, or one of two        0 * NaN is NaN, so a value that is not finite may reach queries that do not
+    states is not finite                  see it; and a state with a weight of 0 would not reach queries that see it
     cuDNN was called and its lengths are  cuDNN's mask knows nothing of lengths, and the host knows bounds alone: they
     not those that the bounds say         must be the lengths
 
@@ -134,13 +134,17 @@ def _present(call: AttentionCall, prefix: int | None = None) -> Present:
 def _store(call: AttentionCall, states: list[State], found: Present) -> None:
     """Store the state over the keys of one or two states, 0 and -inf for a sequence without keys.
 
-    Modifies: call.out, call.lse; found.doubtful, where a result is NaN
+    Modifies: call.out, call.lse; found.doubtful, where a result is NaN or one of two states is not finite
     """
     if not _on_host(call):
         return _triton("backend").store_states(call, states, found.lens, found.doubtful)  # type: ignore[no-any-return]
     B = found.lens.shape[0]
     outs, lses = ([x.flatten(0, 1) for x in parts] for parts in zip(*states, strict=True))
     out, lse = (outs[0], lses[0]) if len(states) == 1 else _merged(outs, lses)
+    lost = out.isnan().any(2).any(1)
+    if len(states) == 2:  # a weight of 0 hides what is not finite
+        for x, log in zip(outs, lses, strict=True):
+            lost |= (~x.isfinite().all(2) & (log != -torch.inf)).any(1)
     token = torch.arange(call.q.shape[0], dtype=torch.int32)
     sequence = torch.searchsorted(call.cu_seqlens_q.narrow(0, 1, B), token, right=True)  # B for padding
     ends = torch.nn.functional.pad(found.lens, (0, 1), value=1)
@@ -148,7 +152,7 @@ def _store(call: AttentionCall, states: list[State], found: Present) -> None:
     out, lse = out.masked_fill(blind.unsqueeze(2), 0.0), lse.masked_fill(blind, -torch.inf)
     torch.where(written.unsqueeze(2), out, call.out, out=call.out)
     torch.where(written, lse, call.lse, out=call.lse)
-    found.doubtful[sequence[out.isnan().any(2).any(1) & written[:, 0]]] = 1
+    found.doubtful[sequence[lost & written[:, 0] & ~blind[:, 0]]] = 1
 
 
 def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -139,6 +139,21 @@ def test_states_are_stored_as_torch_stores_them(
         assert torch.allclose(by_kernel.float(), out.float(), rtol=2 * one_bit, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("weak", [0, 1])
+def test_a_state_that_is_not_finite_marks_its_sequence_even_with_a_weight_of_0(weak: int, number: float) -> None:
+    call = call_of(replace(MIXED, padding=2).build())
+    states = [state_of(call, 1, seed, "tokens first") for seed in range(2)]
+    states[weak][1].sub_(300)
+    states[weak][0][0, [20, 58, 60], 3, 5] = number  # of sequences 0 and 4, and of padding
+    lens = torch.tensor([150, 40, 9, 20, 0], dtype=torch.int32)
+    for store in (backend._store, lambda call, states, found: triton_backend.store_states(call, states, *found[1::2])):
+        found = backend.Present(lens, lens, lens, torch.zeros(5, dtype=torch.int32))
+        store(call, states, found)
+        assert found.doubtful.tolist() == [1, 0, 0, 0, 0]
+        assert call.out[:59].isfinite().all()
+
+
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Triton's kernels under the interpreter take the place of torch's operations, as on a GPU."""

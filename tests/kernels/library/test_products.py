@@ -310,6 +310,26 @@ def test_a_value_of_a_chunk_that_is_not_finite_reaches_only_queries_that_see_it(
     assert len(by_cudnn) == 4
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("heavy", ["prefix", "new"])
+def test_a_value_that_is_not_finite_is_seen_even_where_its_weight_is_0(
+    heavy: str, number: float, by_cudnn: list[Shape]
+) -> None:
+    """All keys of one state have weights below float32's range beside those of the other."""
+    built = CHUNK.build()
+    pages = built.batch.block_table[0, :10].long()
+    built.q.fill_(1)
+    built.layer.k[pages] = 0
+    built.layer.k[pages[:7] if heavy == "new" else pages[7:]] = -40
+    position = 3 if heavy == "new" else 149
+    built.layer.v[pages[position // CHUNK.block_size], position % CHUNK.block_size, 1, 5] = number
+    out, _ = LIBRARY.attend(built)
+    first = max(0, position - (150 - 33))
+    assert not out[first:, 4:, 5].isfinite().any()
+    assert out[:, :4].isfinite().all()
+    assert len(by_cudnn) == 2
+
+
 @pytest.mark.parametrize(
     "case", [PREFILL, replace(SQUARE, kv_lens=(41, 41)), replace(SQUARE, padding=1)], ids=["mixed", "chunks", "padded"]
 )
