@@ -65,6 +65,9 @@ RECORD_WORDS: Final = 16
 NO_CAP: Final = 1e30
 """A larger soft cap changes no bit of a float32 score, and its product with log2(e) may overflow."""
 
+LEAST_CAP: Final = 1e-30
+"""A smaller soft cap makes all scores as good as equal, too, and float32 may hold 0 in its place, which is no cap."""
+
 FLOAT_MAX: Final = 3.4028234663852886e38
 """The largest float32."""
 
@@ -243,9 +246,8 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
 
 def _scale_and_cap(scale: float, softcap: float) -> tuple[float, float]:
     """Return the last two fields of `AttentionParams`. The host divides: a GPU's division by 0 takes a slow way."""
-    if not 0.0 < softcap < NO_CAP:
-        return scale / math.log(2.0), 0.0
-    return max(-FLOAT_MAX, min(scale / softcap, FLOAT_MAX)), softcap
+    cap = max(softcap, LEAST_CAP) if 0.0 < softcap < NO_CAP else 0.0
+    return max(-FLOAT_MAX, min(scale / (cap or math.log(2.0)), FLOAT_MAX)), cap
 
 
 def _digest(*facts: object) -> int:

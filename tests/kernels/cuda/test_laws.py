@@ -251,6 +251,8 @@ def test_chunks_with_too_many_partial_states_are_folded_by_one_cta_to_the_same_b
         (0.5, 30.0, (0.5 / 30, 30.0)),
         (1e30, 1e-30, (attention.FLOAT_MAX, 1e-30)),
         (-1e30, 1e-30, (-attention.FLOAT_MAX, 1e-30)),
+        (0.5, 1e-50, (0.5e30, 1e-30)),  # not 0, which is no cap
+        (3e38, 0.0, (attention.FLOAT_MAX, 0.0)),
     ],
 )
 def test_the_host_divides_the_scale_and_stays_within_float32(
@@ -258,6 +260,15 @@ def test_the_host_divides_the_scale_and_stays_within_float32(
 ) -> None:
     assert attention._scale_and_cap(scale, softcap) == pytest.approx(fields)
     struct.pack("2f", *attention._scale_and_cap(scale, softcap))  # refuses what no float32 holds
+
+
+@pytest.mark.parametrize("softcap", [1e-50, 1e-31, 1e-12])
+def test_a_soft_cap_below_every_score_leaves_equal_weights(softcap: float) -> None:
+    call = call_of(Case(dims=(64, 64)).build())
+    right = call._replace(scale=0.0, out=call.out.clone(), lse=call.lse.clone())
+    Emulator().attend(right)
+    Emulator().attend(call._replace(softcap=softcap))
+    assert torch.allclose(call.out, right.out, atol=1e-6)
 
 
 @pytest.mark.parametrize("softcap", [1e29, 1e31, 3e38])
