@@ -284,6 +284,41 @@ def test_a_decode_asks_for_the_tuning_of_its_rows(new_tokens: int, asked: str, m
     assert (seen[-1] == "decode_16") == (asked == "decode_16")
 
 
+@pytest.mark.parametrize(("heads", "narrow"), [((2, 2), True), ((8, 2), False)])
+def test_with_split_tokens_the_tuning_follows_from_the_heads_alone(
+    heads: tuple[int, int], narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour with drafts changes no bit, even if tiles of 16 rows have other keys."""
+    from pagedkv.kernels.triton import backend, decode
+
+    entries = {"decode": {"256/64": {"N": 64}}, "decode_16": {"256/64": {"N": 16}}}
+    monkeypatch.setattr(tuning, "_table", lambda: {"interpreter": entries})
+    monkeypatch.setattr(decode, "tuning", tuning.tuning.__wrapped__)
+    found = []
+    for new_tokens in ((1,), (1, 7), (1, 16)):
+        built = Case((1, 16), (150, 40), heads=heads, dtype="bfloat16", split_tokens=100).build()
+        call = call_of(built)
+        starts = torch.tensor([0, 1, sum(new_tokens)][: len(new_tokens) + 1], dtype=torch.int32)
+        call = call._replace(
+            q=call.q[: starts[-1]], out=call.out[: starts[-1]], lse=call.lse[: starts[-1]], cu_seqlens_q=starts,
+            seq_lens=call.seq_lens[: len(new_tokens)], max_seqlen_q=max(new_tokens),
+        )  # fmt: skip
+        seen: list[int] = []
+        real = decode.specialisation_of
+        monkeypatch.setattr(
+            decode,
+            "specialisation_of",
+            lambda call, real=real, seen=seen, **of: seen.append(of["N"]) or real(call, **of),
+        )
+        backend.paged_attention(call)
+        monkeypatch.setattr(decode, "specialisation_of", real)
+        assert seen == [16 if narrow else 32]  # 32: fewer beside a tree mask
+        found.append((call.out[0].clone(), call.lse[0].clone()))
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])
+
+
 def test_entries_that_were_not_measured_have_the_values_of_the_rule_and_its_name() -> None:
     """On AMD, all entries merge by a second launch."""
     kept, rule = tuning._table(), tune.reasoned()
