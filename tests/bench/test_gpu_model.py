@@ -195,6 +195,16 @@ def test_the_kept_counts_are_of_kernels_that_keep_their_promises_of_shape() -> N
     }
 
 
+def test_a_merge_copies_as_many_pieces_as_the_stages_hold() -> None:
+    kept = [count for count in counts.load() if count.backend == "cuda"]
+    assert [count.at_once for count in kept] == [
+        counts.pieces_at_once(counts.cuda_kernel(count.kv, count.kind)) for count in kept
+    ]
+    assert {count.kv: count.at_once for count in kept if count.kind == "decode"} == {
+        "bfloat16": 48, "fp8_e4m3": 34, "int8": 34, "int4": 29
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="NVRTC is called through CuPy")
 @pytest.mark.parametrize("kv", ["bfloat16", "fp8_e4m3"])

@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.bench.gpu.model import scheduler
 from pagedkv.bench.gpu.model.predict import Count
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import BITS, KINDS
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.cuda.specialisation import AttentionSpecialisation
 
 FILE: Final = Path(__file__).with_name("counts.json")
 ARCH: Final = "sm_90"
@@ -37,8 +40,8 @@ LOADS: Final = {"cuda": 3, "triton": 4}
 """Dependent loads before the first key. CUDA, in all layers of a step but the first: share and lengths, page table,
 key. Triton: the lengths' places, the lengths, page table, key."""
 
-AT_ONCE: Final = {"cuda": 48, "triton": 16}
-"""Pieces that a merge loads together: csrc/cuda/merge.cuh and triton_kernels/decode.py."""
+AT_ONCE: Final = 16
+"""Pieces that Triton's merge loads together: triton_kernels/merge.py. CUDA's copies as many as the stages hold."""
 
 MATRIX: Final = ("HMMA", "HGMMA")
 
@@ -69,23 +72,32 @@ def every() -> Iterator[Count]:
     yield triton("bfloat16", "prefill")
 
 
+def cuda_kernel(kv: str, kind: str) -> AttentionSpecialisation:
+    """Return the kernel that `cuda` counts."""
+    from pagedkv.kernels.cuda import compiler
+    from pagedkv.kernels.cuda.specialisation import CLASSES, Keys, specialise
+
+    keys, kinds = Keys(token_scales=int(kv != "bfloat16"), page_runs=2), (KINDS["bfloat16"], KINDS[kv])
+    return specialise(kinds, (DIM, DIM), CLASSES[0 if kind == "decode" else -1], keys, compiler.ARCHITECTURES[ARCH])
+
+
+def pieces_at_once(kernel: AttentionSpecialisation) -> int:
+    """Return the pieces that a merge copies together: `AT_ONCE` in csrc/cuda/merge.cuh."""
+    return kernel.stages_bytes // (16 * kernel.threads + 8 * kernel.rows)
+
+
 def cuda(kv: str, kind: str) -> Count:
     """Count a CUDA kernel: bfloat16 queries, heads of 128, pages of 16, scales per token and head."""
     from pagedkv.bench.gpu import sass
     from pagedkv.kernels.cuda import compiler
-    from pagedkv.kernels.cuda.specialisation import CLASSES, Keys, specialise
 
-    scaled = int(kv != "bfloat16")
-    keys = Keys(token_scales=scaled, page_runs=2)
-    row_class = CLASSES[0 if kind == "decode" else -1]
-    kinds, shared = (KINDS["bfloat16"], KINDS[kv]), compiler.ARCHITECTURES[ARCH]
-    kernel = specialise(kinds, (DIM, DIM), row_class, keys, shared)
+    kernel = cuda_kernel(kv, kind)
     cubin, log = compiler.compile_cubin(kernel.name, kernel.macros, ARCH)
     code = sass.parsed(sass.disassembled(cubin))
     row_bytes = kernel.tile * kernel.row_bytes(DIM)
     needed = {
         sass.PRODUCT: 2 * (DIM // 16) * (kernel.tile // 8),
-        sass.COPY: 2 * row_bytes // kernel.copy // (32 * kernel.warps_m) + scaled * (kernel.tile // 16),
+        sass.COPY: 2 * row_bytes // kernel.copy // (32 * kernel.warps_m) + kernel.token_scales * (kernel.tile // 16),
         sass.LOOK_UP: -(-kernel.tile // 16),  # pages of 16
     }
     way = [instruction.text for instruction in sass.steady_tile(code, needed)]
@@ -104,6 +116,7 @@ def cuda(kv: str, kind: str) -> Count:
         ctas=kernel.blocks,
         in_flight=kernel.blocks * teams * (kernel.stages - 1) * 2 * row_bytes,
         entry=len(sass.entry(code)) + LENGTHS,
+        at_once=pieces_at_once(kernel),
     )
 
 
@@ -140,6 +153,7 @@ def triton(kv: str, kind: str) -> Count:
         warps=warps,
         ctas=ctas,
         in_flight=ctas * max(1, shared // tile - 1) * tile,
+        at_once=AT_ONCE,
         entry=round(EXECUTED * next(at for at, instruction in enumerate(code) if instruction.is_a(sass.COPY))),
     )
 
@@ -163,8 +177,7 @@ def _counted(way: list[str], **about: Any) -> Count:
     together = max(1, about["warps"] // 4)
     cycles = round(scheduler.cycles(way, warps, min(together, warps)), 1)
     pipes = scheduler.pipe_cycles(way)
-    about |= {"loads": LOADS[about["backend"]], "at_once": AT_ONCE[about["backend"]]}
-    return Count(instructions=len(way), pipes=pipes, cycles=cycles, **about)
+    return Count(instructions=len(way), pipes=pipes, cycles=cycles, loads=LOADS[about["backend"]], **about)
 
 
 def _found(pattern: str, text: str) -> str:

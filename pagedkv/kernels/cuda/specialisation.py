@@ -94,13 +94,17 @@ class AttentionSpecialisation:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: `SHARED_BYTES` in csrc/cuda/specialisation.cuh."""
-        rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
-        stage = self.tile * (sum(rows[: 2 - self.v_in_k]) + 8 * self.token_scales) + 16
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
         stats = 8 * self.rows * (self.warps_n + 1) + 4 * self.rows + 16 + -(-self.threads // 128) * 16
         scores = self.warps_n * 4 * self.warps_m * self.warps_d * 16 * self.tile if self.warps_d > 1 else 0
-        sums = 4 * self.rows * (self.head_dim_v + 8)
-        return -(-(queries + stats + scores) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
+        return -(-(queries + stats + scores) // 128) * 128 + self.stages_bytes
+
+    @property
+    def stages_bytes(self) -> int:
+        """Shared memory of the stages of all teams, which the teams' sums and the pieces of a merge use after them."""
+        rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
+        stage = self.tile * (sum(rows[: 2 - self.v_in_k]) + 8 * self.token_scales) + 16
+        return self.warps_n * max(self.stages * stage, 4 * self.rows * (self.head_dim_v + 8))
 
     def row_bytes(self, dim: int) -> int:
         """Return the bytes of one key or value of `dim` elements in the pool."""
