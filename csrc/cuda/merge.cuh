@@ -5,8 +5,8 @@
 //     o = o_a w_a + o_b w_b          l = l_a w_a + l_b w_b
 //
 // Each operation is spelled out (fused, times), so that no compiler rounds one copy of this code differently from
-// another: a merge inside one CTA and a merge by the last of several CTAs give equal bits. Thread e % THREADS
-// works on element e of a tile, which is row e / DV and column e % DV.
+// another: a merge inside one CTA and a merge by the last of several CTAs give equal bits. Thread q % THREADS
+// works on quad q of a tile: four columns of row q / (DV / 4), from column q % (DV / 4) * 4 on.
 #pragma once
 
 #include "params.h"
