@@ -37,8 +37,8 @@ AXES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
     "decode": {
         "N": (32, 64, 128),
         "stages": (2, 3, 4, 5),
-        "programs": (1, 2, 3, 4),
-        "num_warps": (2, 4, 8),
+        "programs": (1, 2, 3, 4, 8),
+        "num_warps": (1, 2, 4, 8),
         "one_launch": (False, True),
     },
     "prefill": {"M": (64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "stages": (2, 3)},

@@ -319,6 +319,20 @@ def test_with_split_tokens_the_tuning_follows_from_the_heads_alone(
         assert torch.equal(lse, found[0][1])
 
 
+def test_the_search_can_find_every_measured_entry() -> None:
+    measured = [
+        (kernel.removesuffix("_16"), fields)
+        for entry in tuning._table().values()
+        for kernel, sizes in entry.items()
+        if kernel != "source" and entry["source"] != tune.RULE
+        for size, fields in sizes.items()
+        if kernel == "decode_16" or (kernel, size) == ("prefill", "512/128")
+    ]
+    assert measured
+    for kernel, fields in measured:
+        assert all(fields.get(name, values[0]) in values for name, values in tune.AXES[kernel].items()), fields
+
+
 def test_entries_that_were_not_measured_have_the_values_of_the_rule_and_its_name() -> None:
     """On AMD, all entries merge by a second launch."""
     kept, rule = tuning._table(), tune.reasoned()
