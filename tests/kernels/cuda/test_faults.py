@@ -121,7 +121,10 @@ CASES = (
     Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
     Case((1, 1), (333, 40), heads=(8, 2), dtype="bfloat16", block_size=5, window=300, punched=True),
     Case((1, 2), (200, 40), heads=(4, 2), dims=(128, 128), kv="int8/token_head", dtype="bfloat16", block_size=48),
+    Case((1,) * 20, (20,) * 20, heads=(4, 2), dtype="bfloat16", layout="HND"),
 )
+"""The last has more units than CTAs: a CTA works on one whole unit after another."""
+
 MANY_PIECES = Case((1,), (2100,), heads=(4, 2), dtype="bfloat16", split_tokens=40)
 """More pieces of a unit than the kernel copies at once."""
 
