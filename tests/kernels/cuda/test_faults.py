@@ -87,9 +87,6 @@ MISTAKES = {
     "pieces share a partial state": Planted(
         "partition.cuh", "first + 1 + static_cast<i64>(step) * (piece - 1)", "first + 1"
     ),
-    "a share begins one item late": Planted(
-        "partition.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"
-    ),
     "a piece begins one step late": Planted("partition.cuh", ": past;  // else", ": past + 1;  // else"),
     "queries are used before they came": Planted("paged_attention.cuh", "ptx::copy_wait<STAGES - 1>();", ""),
     "whole units become stages too early": Planted(

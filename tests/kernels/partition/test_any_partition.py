@@ -378,6 +378,7 @@ def decode(*lengths: int) -> Shape:
         ("even ? 0 : OVERHEAD", "OVERHEAD", 8, [decode(4096)]),
         ("        is_first = false;\n", "", 2, [decode(4000, 3000, 2000)]),
         ("ptx::block_index()) - first, 2}", "ptx::block_index()) - first, 1}", 8, [decode(4096, 4096)]),
+        ("past + unit.weight - 1)", "past + unit.weight)", 8, [Shape((1,), (4096,), (1, 1), split=64)]),
         ("if (now != kept) compute();", "if (!kept) compute();", 8, [decode(4096, 4096), decode(4096, 3000)]),
     ],
 )
