@@ -26,6 +26,7 @@ import triton.language as tl
 
 from pagedkv.kernels.layout import scale_kind, scale_strides
 from pagedkv.kernels.triton.elements import number, rounded
+from pagedkv.kernels.triton.partition import sequence_of_row
 from pagedkv.kernels.triton.specialisation import KINDS, as_stored
 
 if TYPE_CHECKING:
@@ -91,12 +92,7 @@ def gather_kernel(
     if PACKED:
         if row >= tl.load(starts + B):
             return
-        sequence, beyond = row * 0, row * 0 + B
-        for _ in range(steps):
-            middle = (sequence + beyond) // 2
-            is_before = tl.load(starts + middle) <= row
-            sequence = tl.where(is_before, middle, sequence)
-            beyond = tl.where(is_before, beyond, middle)
+        sequence = sequence_of_row(starts, row, B, steps)
         in_sequence = row - tl.load(starts + sequence)
         out_row = row
     else:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.triton.elements import number, rounded
+from pagedkv.kernels.triton.partition import sequence_of_row
 from pagedkv.kernels.triton.tile import LN2, LOG2E
 
 if TYPE_CHECKING:
@@ -142,12 +143,7 @@ def store_states_kernel(
     value, log = rows_at(out_a, lse_a, a_strides, part, row, wide, ok, Dv, WIDTH)
     if out_b is not None:
         other, other_log = rows_at(out_b, lse_b, b_strides, part, row, wide, ok, Dv, WIDTH)
-    sequence, beyond = token * 0, token * 0 + B
-    for _ in range(steps):
-        middle = (sequence + beyond) // 2
-        is_before = tl.load(cu_seqlens_q + middle) <= token
-        sequence = tl.where(is_before, middle, sequence)
-        beyond = tl.where(is_before, beyond, middle)
+    sequence = sequence_of_row(cu_seqlens_q, token, B, steps)
     written = ok & (token + 0 * head < tl.load(cu_seqlens_q + B))
     sees = tl.load(lens + sequence) + 0 * head > 0
     lost = 0 * head

@@ -67,6 +67,21 @@ def sequence_of_unit(ends, unit_index):
 
 
 @triton.jit
+def sequence_of_row(starts, row, num_sequences, steps):
+    """Return the sequence that a packed row belongs to, by a binary search: the last one that begins there or before.
+
+    starts: first rows of the sequences, and the end.   steps: the bit length of num_sequences.
+    """
+    sequence, beyond = row * 0, row * 0 + num_sequences
+    for _ in range(steps):
+        middle = (sequence + beyond) // 2
+        is_before = tl.load(starts + middle) <= row
+        sequence = tl.where(is_before, middle, sequence)
+        beyond = tl.where(is_before, beyond, middle)
+    return sequence
+
+
+@triton.jit
 def slots_of_sequence(b, begin, end, share, units_per_sequence, SPEC: tl.constexpr):
     """Return the slot of the first piece of sequence b, and the number of its pieces; their slots are consecutive.
 
