@@ -109,7 +109,9 @@ def paged_attention(
     # Sinks and slopes of another dtype are converted in each call: a bound call would not see later changes.
     if (sinks is None and alibi_slopes is None) or AttentionOptions(*options).is_float32():
         # types: 1, 1.0 and True are equal
-        key = (*plain, *map(type, plain), right, id(sinks), id(alibi_slopes), backend)
+        # Dynamo of torch 2.11 traces no id(None).
+        ids = (sinks is not None and id(sinks), alibi_slopes is not None and id(alibi_slopes))
+        key = (*plain, *map(type, plain), right, *ids, backend)
         attend = cached(layer, key, _bound, options, backend)
         if attend is not None:
             return attend(  # type: ignore[no-any-return]

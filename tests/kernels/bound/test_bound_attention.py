@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pagedkv import KVLayer, PagedKVError, bind_attention, bind_write, paged_attention
+from pagedkv import KVLayer, PagedKVError, bind_attention, bind_write, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest, KernelUnavailable
-from pagedkv.kernels import bound, checks, cpu, reference, registry
+from pagedkv.kernels import bound, checks, cpu, ops, reference, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
 from tests.cases import SMALL, Built, Case, call_of
 from tests.kernels.conftest import Names
@@ -203,6 +203,21 @@ def test_a_variable_acts_on_the_next_functional_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
     attend(), attend(backend="cpu"), attend()
     assert len(served) == 4
+
+
+def test_the_identity_of_an_absent_tensor_is_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo of torch 2.11 cannot trace id(None)."""
+
+    def id_of(x: object) -> int:
+        assert x is not None
+        return id(x)
+
+    monkeypatch.setattr(ops, "id", id_of, raising=False)
+    built = replace(CASE, sinks=False, alibi=False).build()
+    write_kv(
+        *(torch.zeros(len(built.batch.slots), *built.layer.k.shape[2:]) for _ in range(2)), built.layer, built.batch
+    )
+    paged_attention(built.q, built.layer, built.batch)
 
 
 def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

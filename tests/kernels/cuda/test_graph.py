@@ -48,6 +48,8 @@ def nodes(stream: int, library: ctypes.CDLL) -> list[int]:
     ask("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
     assert status.value == ACTIVE, "the stream is not captured"
     ask("cuGraphGetNodes", graph, None, ctypes.byref(count))
+    if not count.value:
+        return []  # the driver refuses room for no node
     handles = (ctypes.c_void_p * count.value)()
     ask("cuGraphGetNodes", graph, handles, ctypes.byref(count))
     kinds = [ctypes.c_int(-1) for _ in handles]
@@ -60,28 +62,33 @@ DRIVER = """
 #include <cstddef>
 #include <cstdint>
 struct Graph { size_t count; uintptr_t nodes[3]; };
-static Graph graph = {3, {0x7f0000000010, 0x7f0000000020, 0x7f0000000035}};
+static Graph graph = {3, {0x7f0000000010, 0x7f0000000020, 0x7f0000000035}}, empty = {0, {}};
 extern "C" int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* name, void** captured, const void** last,
                                          size_t* count) {
-    if ((uintptr_t)stream != 0x7fff12345678) return 400;
-    *status = 1, *name = 7, *captured = &graph, *last = nullptr, *count = 1;
+    bool is_empty = (uintptr_t)stream == 0x7fff00000000;
+    if ((uintptr_t)stream != 0x7fff12345678 && !is_empty) return 400;
+    *status = 1, *name = 7, *captured = is_empty ? &empty : &graph, *last = nullptr, *count = 1;
     return 0;
 }
 extern "C" int cuGraphGetNodes(void* asked, uintptr_t* nodes, size_t* count) {
-    if (asked != &graph) return 1;
-    for (size_t i = 0; nodes && i < *count && i < graph.count; ++i) nodes[i] = graph.nodes[i];
-    *count = graph.count;
+    if (asked != &graph && asked != &empty) return 1;
+    Graph& of = *(Graph*)asked;
+    if (nodes && !*count) return 1;
+    for (size_t i = 0; nodes && i < *count && i < of.count; ++i) nodes[i] = of.nodes[i];
+    *count = of.count;
     return 0;
 }
 extern "C" int cuGraphNodeGetType(uintptr_t node, int* kind) { return *kind = node & 15, node >> 32 == 0x7f00 ? 0 : 2; }
 """
-"""A stand-in for the driver, with signatures as in cuda.h. One stream has three captured nodes, of kinds 0, 0 and 5."""
+"""A stand-in for the driver, with signatures as in cuda.h. One stream has three captured nodes, of kinds 0, 0 and 5;
+another one has none."""
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs g++")
 def test_nodes_of_a_capture_are_counted_by_their_kinds() -> None:
     library = ctypes.CDLL(str(compiled("graphs", {"graphs.cpp": DRIVER}, ("-O1", "-fPIC", "-shared"))))
     assert nodes(0x7FFF12345678, library) == [KERNEL_NODE, KERNEL_NODE, 5]
+    assert nodes(0x7FFF00000000, library) == []
     with pytest.raises(AssertionError, match="cuStreamGetCaptureInfo_v2 failed: 400"):
         nodes(0x1000, library)
 
