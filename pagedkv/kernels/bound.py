@@ -50,7 +50,7 @@ from pagedkv.kernels.args import (
     WriteCall,
     bound_fields,
 )
-from pagedkv.kernels.case import LONG_PREFILL, attention_case, is_long_prefill, write_case
+from pagedkv.kernels.case import MOST_DRAFTS, attention_case, prefill_of, write_case
 from pagedkv.kernels.operators import attend_by_operator, slots_of, tokens_of, write_by_operator
 from pagedkv.kernels.padded import attend_padded
 
@@ -186,20 +186,24 @@ class BoundAttention(_Bound):
         return attention_case(self._layer, self._rest, *arguments)
 
     def _server(self, case: Case, kernel: Kernel) -> Callable[..., None]:
-        """Return the function that serves calls of `case`; on a GPU, long prefills go to the kernel that is first for
-        them."""
+        """Return the function that serves calls of `case`; on a GPU, prefills go to the kernel that is first for them."""
         serve = super()._server(case, kernel)
         if case.device != "cuda":
             return serve
-        other = registry.resolve(case._replace(features=case.features | {"long_prefill"}), self._backend)
-        if other is kernel:
+        known = {kernel: serve}
+        by_prefill = {"": serve}
+        for prefill in ("prefill", "long_prefill"):
+            other = registry.resolve(case._replace(features=case.features | {prefill}), self._backend)
+            by_prefill[prefill] = known[other] = known.get(other) or self._serve(other)
+        if len(known) == 1:
             return serve
-        serve_long = self._serve(other)
 
         def route(*arguments: Any) -> None:
             q, _, _, seq_lens, _, max_seqlen_q, max_seqlen_k, *_ = arguments
-            is_long = max_seqlen_q >= LONG_PREFILL and is_long_prefill(q, seq_lens, max_seqlen_k)
-            (serve_long if is_long else serve)(*arguments)
+            if max_seqlen_q <= MOST_DRAFTS:
+                serve(*arguments)
+            else:
+                by_prefill[prefill_of(q, seq_lens, max_seqlen_k)](*arguments)
 
         return route
 

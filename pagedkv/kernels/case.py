@@ -33,8 +33,8 @@ class Case(NamedTuple):
 
     device_index: which device of its type; None: the current one. A machine may have two kinds of GPUs.
     features: a set of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens",
-              "tensor_scale" and "token_head_scale"; for a write, "rope"; for a call on a GPU, "long_prefill"
-              (`is_long_prefill`): no kernel objects to it, but it changes the order of preference.
+              "tensor_scale" and "token_head_scale"; for a write, "rope"; for a call on a GPU, "prefill" or
+              "long_prefill" (`prefill_of`): no kernel objects to these, but they change the order of preference.
     """
 
     op: str = "paged_attention"
@@ -114,8 +114,9 @@ def attention_case(
         ("softcap", options.softcap),
         ("non_causal", not options.causal or causal_of is not None),
         ("tree_mask", tree_mask is not None),
-        ("long_prefill", q is not None and batch is not None and is_long_prefill(q, *batch)),
     )
+    if q is not None and batch is not None and (prefill := prefill_of(q, *batch)):
+        features.add(prefill)
     geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
     if q is None:
         heads = [len(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
@@ -124,22 +125,33 @@ def attention_case(
     return Case("paged_attention", q.device.type, quant.NAMES[q.dtype], num_heads=q.shape[1], **geometry)
 
 
-LONG_PREFILL: Final = 1024
+MOST_DRAFTS: Final = 8
+"""New tokens of a sequence, on average, up to which a call is a decode; twice as many in a batch of this size."""
+
+LONG_PREFILL: Final = 512
 """New tokens of a sequence, on average, from which a call on a GPU is a long prefill."""
 
 MOST_GATHERED: Final = 1 << 18
 """Tokens of a long prefill at most: 1 GiB of keys and values of 8 heads of 128 in bfloat16."""
 
 
-def is_long_prefill(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> bool:
-    """Return whether the host knows by its bounds that queries are many, and that the keys are worth a copy.
+def prefill_of(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> str:
+    """Return "prefill" or "long_prefill" if the host knows by its bounds that a call on a GPU has many queries, else "".
 
-    A copy of the keys moves 12 K D bytes a token (read, written, read again), and m queries of H heads multiply 4 m H D
-    times. So on an H200, at 4.4 TB/s and 600 TFLOP/s, the copy costs about 100 / m of the products with 4 heads in a
-    group: a tenth at 1024, less than the gain. Few queries beside many sequences of long contexts are no long prefill.
+    A prefill is bound by products. On an H200 "cuda" is faster than "triton" with 16 new tokens of each of 8 sequences
+    (82 to 133 us at 4096 tokens), slower with 32 (127 to 98), and slower with 16 of one sequence (74 to 36).
+
+    The keys of a long prefill are worth a copy. The copy moves 12 K D bytes a token (read, written, read again), and m
+    queries of H heads multiply 4 m H D times. So at 4.4 TB/s and 600 TFLOP/s it costs about 100 / m of the products
+    with 4 heads in a group: a fifth at 512, less than the gain. "library" then took 0.57 of the time of "triton" with
+    one sequence of 8192 tokens, and 0.86 with 8 of 4096; with 256 new tokens, 0.94.
+
+    Few queries beside many sequences of long contexts are no long prefill.
     """
-    B = seq_lens.shape[0]
-    return q.device.type == "cuda" and q.shape[0] >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED
+    B, T = seq_lens.shape[0], q.shape[0]
+    if q.device.type != "cuda" or T <= B * MOST_DRAFTS * (2 if B >= MOST_DRAFTS else 1):
+        return ""
+    return "long_prefill" if T >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED else "prefill"
 
 
 def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:

@@ -140,8 +140,8 @@ def test_the_library_copies_the_keys_and_multiplies_at_a_published_rate() -> Non
     triton = [table.predicted(cell, "triton") for cell in (attention.PROMPT, attention.CHUNK)]
     assert triton[0]
     assert triton[1]
-    assert prompt.us < triton[0].us, "the order of registry.LONG_PREFILL_RANKS"
-    assert chunk.us < triton[1].us, "the order of registry.LONG_PREFILL_RANKS"
+    assert prompt.us < triton[0].us, "the order of registry.PREFILL_RANKS"
+    assert chunk.us < triton[1].us, "the order of registry.PREFILL_RANKS"
 
 
 @pytest.mark.parametrize(

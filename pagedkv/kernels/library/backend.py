@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Backend, Case
 
 LARGEST_HEAD_DIM: Final = 256
-SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "long_prefill"})
+SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "prefill", "long_prefill"})
 """The features of a case that it serves. Scales are multiplied where keys are gathered."""
 
 

@@ -171,7 +171,7 @@ class Named(Kernel):
 
 
 LONG = cases.Case(device="cuda", dtype="bfloat16", features=frozenset({"long_prefill"}))
-NAMES = ("triton", "cuda", "library", "reference")
+NAMES = ("cuda", "triton", "library", "reference")
 
 
 @pytest.fixture
@@ -194,11 +194,20 @@ def test_a_long_prefill_goes_to_the_library_then_to_triton_then_to_cuda(on_a_gpu
         on_a_gpu.add(name)
 
 
-def test_decode_never_goes_to_the_library(on_a_gpu: set[str]) -> None:
-    on_a_gpu.update(("triton", "cuda"))
-    other = LONG._replace(features=frozenset())
-    assert registry.resolve(other).name == explain(other).chosen == "reference"
-    assert registry.resolve(other, "library").name == "library"
+@pytest.mark.parametrize(
+    ("features", "order"),
+    [(frozenset(), ("cuda", "triton", "reference")), (frozenset({"prefill"}), ("triton", "cuda", "reference"))],
+)
+def test_no_other_call_goes_to_the_library(
+    features: frozenset[str], order: tuple[str, ...], on_a_gpu: set[str]
+) -> None:
+    """A decode goes to "cuda" first, a prefill of fewer tokens to "triton"."""
+    case = LONG._replace(features=features)
+    assert registry.resolve(case, "library").name == "library"
+    for name in order:
+        registry._resolve.cache_clear()
+        assert registry.resolve(case).name == explain(case).chosen == name
+        on_a_gpu.add(name)
 
 
 def test_on_a_cpu_auto_never_asks_the_library() -> None:
@@ -211,15 +220,21 @@ def test_on_a_cpu_auto_never_asks_the_library() -> None:
 @pytest.mark.parametrize(
     ("lens", "B", "longest", "features"),
     [
-        ((1024,), 1, 1024, {"long_prefill"}),
-        ((2048, 2048), 2, 2048, {"long_prefill"}),
-        ((2048, 1500), 2, 2048, {"long_prefill"}),
-        ((1023,), 1, 1023, {}),
+        ((512,), 1, 512, {"long_prefill"}),
+        ((1024, 1024), 2, 2048, {"long_prefill"}),
+        ((600, 424), 2, 2048, {"long_prefill"}),
+        ((511,), 1, 511, {"prefill"}),
+        ((8,), 1, 8192, {}),
+        ((9,), 1, 8192, {"prefill"}),
+        ((16,) * 7, 7, 8192, {"prefill"}),
+        ((16,) * 8, 8, 8192, {}),  # drafts of a batch
+        ((17,) * 8, 8, 8192, {"prefill"}),
         ((8192,), 1, 32768, {"long_prefill"}),
         ((1, 1), 2, 131072, {}),
-        ((2048, *(1,) * 63), 64, 4096, {}),  # a chunk beside many sequences that decode
+        ((512, *(1,) * 63), 64, 4096, {}),  # a chunk beside many sequences that decode
+        ((2048, *(1,) * 63), 64, 4096, {"prefill"}),
         ((3000, 1), 2, 4096, {"long_prefill"}),
-        ((2048,) * 4, 4, 131072, {}),  # the copy would take 2 GiB
+        ((2048,) * 4, 4, 131072, {"prefill"}),  # the copy would take 2 GiB
     ],
 )
 def test_a_prefill_is_long_if_its_queries_are_worth_a_copy_of_the_keys(
@@ -234,13 +249,17 @@ def test_a_prefill_is_long_if_its_queries_are_worth_a_copy_of_the_keys(
 @pytest.mark.parametrize(
     ("queries", "B", "keys", "objecting", "kernel"),
     [
-        (1, 1, 8192, "", "triton"),
-        (1024, 1, 1024, "", "library"),
-        (1023, 1, 1023, "", "triton"),
-        (1024, 1, 32768, "", "library"),
-        (1024, 1, 1025, "library", "triton"),
-        (2000, 2, 1000, "triton", "cuda"),
-        (2048, 2, 1000, "triton", "library"),
+        (1, 1, 8192, "", "cuda"),
+        (8, 8, 8192, "cuda", "triton"),
+        (9, 1, 8192, "", "triton"),
+        (128, 8, 8192, "", "cuda"),
+        (136, 8, 8192, "", "triton"),
+        (512, 1, 512, "", "library"),
+        (511, 1, 511, "", "triton"),
+        (512, 1, 32768, "", "library"),
+        (512, 1, 513, "library", "triton"),
+        (1000, 2, 1000, "triton", "cuda"),
+        (1024, 2, 1000, "triton", "library"),
     ],
 )
 def test_a_bound_call_sends_each_call_to_the_kernel_that_is_first_for_it(
