@@ -186,7 +186,7 @@ class BoundAttention(_Bound):
         return attention_case(self._layer, self._rest, *arguments)
 
     def _server(self, case: Case, kernel: Kernel) -> Callable[..., None]:
-        """Return the function that serves calls of `case`; on a GPU, prefills go to the kernel that is first for them."""
+        """Return the function that serves calls of `case`; on a GPU, prefills go to the first kernel for prefills."""
         serve = super()._server(case, kernel)
         if case.device != "cuda":
             return serve

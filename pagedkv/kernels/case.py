@@ -136,7 +136,7 @@ MOST_GATHERED: Final = 1 << 18
 
 
 def prefill_of(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> str:
-    """Return "prefill" or "long_prefill" if the host knows by its bounds that a call on a GPU has many queries, else "".
+    """Return "prefill" or "long_prefill" if a call on a GPU has many queries, by what the host knows; else "".
 
     A prefill is bound by products. On an H200 "cuda" is faster than "triton" with 16 new tokens of each of 8 sequences
     (82 to 133 us at 4096 tokens), slower with 32 (127 to 98), and slower with 16 of one sequence (74 to 36).

@@ -69,6 +69,7 @@ LATER: Final = (
     Stage("cases-triton", _cases("triton", "small"), 240, needs=TRITON),
     Stage("cases-cuda", _cases("cuda", "small"), 240, needs=CUDA),
     Stage("moves", _pytest(ON_GPU, only="on_the_gpu"), 180, needs=TESTS),
+    Stage("users", _pytest("tests/on_gpu"), 240, needs=(*TESTS, "transformers", "tokenizers")),
     Stage("graphs", _pytest(ON_GPU, GRAPHS, only="not on_the_gpu"), 360, needs=TESTS),
     Stage("big", _pytest("tests/kernels/large/test_big_shapes.py"), 300, needs=TESTS),
     Stage("grid-triton", _cases("triton", "grid", "large"), 480, needs=TRITON),
