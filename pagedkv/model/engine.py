@@ -15,8 +15,8 @@ completions have and the states of beam searches are the truth; appending a toke
 Everything else is made from them: after a step that did not end, `_restart` gives all frames back, queues a new
 sequence for each unfinished completion, and computes its text again. Most of its KV is found in the prefix cache.
 
-**Failures.** A request whose logits are not finite, whose listener, validator or drafts raise, or whose deadline passed
-ends alone, with finish_reason "error".
+**Failures.** A request whose logits are not finite, whose listener, validator, processor or drafts raise, or whose
+deadline passed ends alone, with finish_reason "error".
 
 **Threads.** Any thread may submit and cancel at any time: `submit` appends to an inbox that the next step empties, and
 `cancel` marks completions that the next step removes. One thread at a time may step.
@@ -284,7 +284,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         After any exception, step again: no token is lost.
         Returns: the completions that finished, and whose listeners know that, since the last step that returned.
         Raises: InvalidRequest if a listener calls step; ConcurrentUse if another thread is stepping; any error of the
-            model; SystemExit of a validator. An Exception that concerns one request ends it and is not raised.
+            model; SystemExit of a validator or processor. An Exception of one request ends it and is not raised.
         """
         try:
             self._step()

@@ -37,7 +37,7 @@ class Delivery:
     meter:      counts tokens and ended requests
     finished:   completions whose listeners were told of the end, in order. The caller that takes them assigns a new
                 list.
-    exits:      exceptions of validators that are no Exception, such as SystemExit; `Engine.step` raises them
+    exits:      exceptions of validators and logits processors, such as SystemExit; `Engine.step` raises them
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, meter: Meter) -> None:
@@ -53,7 +53,7 @@ class Delivery:
         request, params, tokens = completion.request, completion.request.params, list(completion.request.prompt_ids)
         grammar = request.grammar and request.grammar.start(len(tokens))
         ends = (*params.stop_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)) if params.min_tokens else ()
-        rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar)
+        rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar, exits=self.exits)
         generator, stops = completion.generator(), StopStrings(params.stop)
         return SequenceState(completion, tokens, generator, self._tokenizer.stream(), stops, rules)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies
 from transformers.generation import logits_process
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.model.ways.prompt_lookup import PromptLookup
 from pagedkv.sampling.logits import Counts, LogitsRules
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.sampling.sampler import SamplingRow, sample
@@ -234,6 +235,63 @@ def test_a_request_whose_processor_fails_ends_alone(
     assert all(c.error.startswith("the logits processor r") for c in doomed.completions)
     assert outputs([got]) == outputs(build(checkpoint("llama")).generate([prompt_of(30)], plain, num_samples=2))
     assert idle(engine)
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup()], ids=["plain", "drafts"])
+def test_an_exit_of_a_processor_ends_its_request_and_is_raised_behind_the_step(
+    drafter: PromptLookup | None, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """The bias makes a text that prompt lookup guesses: the function is asked for the draft, then for the token."""
+
+    def leave(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(token_ids) >= 30 + 5:
+            raise SystemExit("bad arguments")
+        return logits
+
+    engine, steady = build(checkpoint("llama"), drafter=drafter), {7: 100.0}
+    doomed = engine.submit(prompt_of(30), SamplingParams(max_tokens=9, logit_bias=steady, logits_processor=leave))
+    other = engine.submit(prompt_of(30), SamplingParams(max_tokens=12))
+    finished, raised = [], []
+    for _ in range(20):
+        try:
+            finished += engine.step()
+        except SystemExit as error:
+            raised.append(str(error))
+    assert raised == ["bad arguments"] * (1 if drafter is None else 2)
+    (ended,) = doomed.completions
+    assert (ended.finish_reason, len(ended.token_ids)) == ("error", 5)
+    assert ended.error == "the logits processor raised SystemExit: bad arguments"
+    assert finished == [ended, *other.completions]
+    want = build(checkpoint("llama")).generate([prompt_of(30)], SamplingParams(max_tokens=12))
+    assert outputs([other]) == outputs(want)
+    assert idle(engine)
+
+
+def test_an_interrupt_in_a_processor_ends_no_request(checkpoint: Callable[[str], Checkpoint]) -> None:
+    interrupts = iter([KeyboardInterrupt])
+
+    def processor(_: list[int], logits: torch.Tensor) -> torch.Tensor:
+        for interrupt in interrupts:
+            raise interrupt
+        return logits
+
+    engine = build(checkpoint("llama"))
+    request = engine.submit(prompt_of(30), SamplingParams(max_tokens=5, logits_processor=processor))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.run()
+    assert outputs([request]) == outputs(
+        build(checkpoint("llama")).generate([prompt_of(30)], SamplingParams(max_tokens=5))
+    )
+
+
+def test_without_an_engine_an_exit_of_a_processor_is_raised_at_once() -> None:
+    def leave(*_: object) -> torch.Tensor:
+        raise SystemExit
+
+    params = SamplingParams(logits_processor=leave)
+    with pytest.raises(SystemExit):
+        sample(torch.eye(1, V), [SamplingRow(params, params.generator(), LogitsRules.of(params, [1], 1))])
 
 
 def test_one_sample_of_a_family_may_fail_alone(checkpoint: Callable[[str], Checkpoint]) -> None:
