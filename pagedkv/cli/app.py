@@ -218,6 +218,8 @@ def prefill(
     tier: options.Tiers = None,
     kv_dtype: options.KvDtype = None,
     kernels: options.Kernels = "auto",
+    window: options.SeenWindow = None,
+    sinks: options.Sinks = 0,
     max_sequences: options.MaxSequences = 256,
     prefill_chunk: options.PrefillChunk = 512,
 ) -> int:

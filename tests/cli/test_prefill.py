@@ -27,17 +27,19 @@ def answered(command, *argv):
     return found["usage"]["cached_tokens"], err
 
 
-def test_a_prefill_process_computes_the_prompt_of_another_until_it_is_ended(command, monkeypatch):
+@pytest.mark.parametrize("options", [(), ("--window", "512", "--sinks", "4")], ids=["plain", "window"])
+def test_a_prefill_process_computes_the_prompt_of_another_until_it_is_ended(command, monkeypatch, options):
     monkeypatch.setattr(generate, "PREFILL_S", 60.0)
     address = f"127.0.0.1:{free_port()}"
     with subprocess.Popen(
-        [sys.executable, "-m", "pagedkv", "prefill", "--listen", address],
+        [sys.executable, "-m", "pagedkv", "prefill", "--listen", address, *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as there:  # fmt: skip
         assert there.stderr is not None
         lines = iter(there.stderr.readline, "")
         assert any(line == f"computing prompts for {address}; Ctrl-C ends it\n" for line in lines)
-        assert answered(command, "--tier", "host:1MiB", "--tier", f"prefill:{address}") == (16 * PAGES_OF_THE_DEMO, "")
+        tiers = ("--tier", "host:1MiB", "--tier", f"prefill:{address}")
+        assert answered(command, *tiers, *options) == (16 * PAGES_OF_THE_DEMO, "")
         there.send_signal(signal.SIGTERM)
         out, err = there.communicate(timeout=30)
     assert (there.returncode, out) == (0, "")
