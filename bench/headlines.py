@@ -23,6 +23,7 @@ class Headline:
 
     source: a row that it was taken from: machine, commit, command.
     drawn:  the figures as bars of one group.
+    rows:   all rows whose figures it shows.
     """
 
     benchmark: str
@@ -31,6 +32,12 @@ class Headline:
     beside: tuple[str, ...]
     source: Row
     drawn: tuple[Bar, ...]
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether too few turns of a figure were undisturbed by other processes."""
+        return any(row.get("clean") == 0 for row in self.rows)
 
 
 def headlines(rows: Iterable[Row]) -> list[Headline]:
@@ -52,7 +59,7 @@ def _manager(rows: list[Row]) -> Headline | None:
     question = "How long does the memory manager take for a decode step of 1,024 sequences?"
     times = {"pagedkv": ours["median"]} | {name_of(who): row["median"] for who, row in found.items()}
     drawn = _bars("Memory manager, a decode step of 1,024 sequences: less is better", times, _time)
-    return Headline("manager", question, _time(ours["median"]), tuple(beside), ours, drawn)
+    return Headline("manager", question, _time(ours["median"]), tuple(beside), ours, drawn, (ours, *found.values()))
 
 
 def name_of(manager: str) -> str:
@@ -145,7 +152,7 @@ def _generate(rows: list[Row]) -> Headline | None:
     over = {name: over[name] for name in names if name in over}
     group = f"A decode step over its bound, {shape[0]} × {shape[1]:,} tokens: less is better"
     drawn = _bars(group, over, lambda value: f"{value:.2f}×")
-    return Headline("generate", question, f"{_span(ours)} ×", beside, ours[-1], drawn)
+    return Headline("generate", question, f"{_span(ours)} ×", beside, ours[-1], drawn, tuple(found))
 
 
 def _span(rows: Iterable[Row]) -> str:
@@ -168,7 +175,7 @@ def _transformers(rows: list[Row]) -> Headline | None:
     speeds = {row["variant"]: row["median"] for row in found}
     order = {name: speeds[name] for name in ("pages", "StaticCache", "DynamicCache") if name in speeds}
     drawn = _bars(f"transformers, {shape}: more is better", order, lambda value: f"{figure(value)} tokens/s")
-    return Headline("transformers", question, ours, beside, found[0], drawn)
+    return Headline("transformers", question, ours, beside, found[0], drawn, tuple(found))
 
 
 def _vllm(rows: list[Row]) -> Headline | None:
@@ -181,7 +188,7 @@ def _vllm(rows: list[Row]) -> Headline | None:
     question = f"How many times as fast does vLLM decode on a CPU with our attention ({shape})?"
     steps = {"pagedkv": ours["median"]} | {row["variant"]: row["median"] for row in found}
     drawn = _bars(f"A step of vLLM on a CPU, {shape}: less is better", steps, lambda value: f"{figure(value)} ms")
-    return Headline("vllm", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn)
+    return Headline("vllm", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn, tuple(found))
 
 
 def _tiers(rows: list[Row]) -> Headline | None:
@@ -201,7 +208,8 @@ def _tiers(rows: list[Row]) -> Headline | None:
             f"A first token after {most:,} tokens, by their place: less is better", label=f"{figure(value)} s")
         for place, value in seconds.items()
     )  # fmt: skip
-    return Headline("tiers", question, f"{100 * ours['of_computing']:.1f} %", tuple(beside), ours, drawn)
+    shown = tuple(by_place[place] for place in seconds)
+    return Headline("tiers", question, f"{100 * ours['of_computing']:.1f} %", tuple(beside), ours, drawn, shown)
 
 
 def _largest(rows: Iterable[Row]) -> list[Row]:

@@ -55,13 +55,18 @@ def _drawn(lines: list[Headline]) -> list[Any]:
 
 def _table(lines: list[Headline]) -> str:
     heads = ["| | pagedkv | beside it | measured |", "|---|---|---|---|"]
-    measured = [f"`pagedkv bench {line.benchmark}`, {line.source['when'][:10]}" for line in lines]
+    measured = [
+        f"`pagedkv bench {line.benchmark}`, {line.source['when'][:10]}{', disturbed' if line.is_disturbed else ''}"
+        for line in lines
+    ]
     table = [
         f"| {line.question} | **{line.ours}** | {'; '.join(line.beside)} | {words} |"
         for line, words in zip(lines, measured, strict=True)
     ]
     machines = "; ".join(dict.fromkeys(line.source["machine"] for line in lines))
     picture = f"![{TITLE}: the figures of the table as bars](docs/img/bench/field.svg)"
+    if any(line.is_disturbed for line in lines):
+        machines += ".\nOther processes ran beside most turns of a figure that is called disturbed"
     return "\n".join([picture, "", *heads, *table, "", f"Measured on {machines}."])
 
 

@@ -66,7 +66,8 @@ def _print(console: Console, rows: list[dict[str, Any]], missing: dict[str, str]
     for head in ("question", "pagedkv", "beside it"):
         table.add_column(head)
     for line in headlines(rows):
-        table.add_row(line.question, line.ours, "; ".join(line.beside))
+        ours = f"{line.ours}, disturbed" if line.is_disturbed else line.ours
+        table.add_row(line.question, ours, "; ".join(line.beside))
     about = rows[0] if rows else {"machine": "no row was measured", "commit": ""}
     table.caption = f"{about['machine']}; {about['commit']}; {seconds / 60:.1f} minutes"
     console.print(table)

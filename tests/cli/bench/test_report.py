@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -112,6 +113,17 @@ def test_the_figures_of_a_cell_come_from_one_run_with_a_peer():
     assert (line.ours, line.beside) == ("50 µs", ("vLLM 4 ms",))
     elsewhere = [row("3", "pagedkv", 20.0, "elsewhere")]
     assert rows.latest([*older, *elsewhere]) == elsewhere
+
+
+@pytest.mark.parametrize(("clean", "is_disturbed"), [(0, True), (5, False), (None, False)])
+def test_a_disturbed_headline_says_so_everywhere(clean, is_disturbed, tmp_path, command):
+    given = [row("1", "pagedkv", 50.0), row("1", "vLLM KVCacheManager", 4000.0)]
+    given[1] |= {} if clean is None else {"clean": clean}
+    (tmp_path / "manager.jsonl").write_text("".join(json.dumps(one | {"variant": ""}) + "\n" for one in given))
+    assert command("bench", "report", "--results", tmp_path, "--out", tmp_path / "r.html").status == 0
+    assert ("Disturbed: other processes ran" in (tmp_path / "r.html").read_text()) is is_disturbed
+    made = readme._table(headlines(given))
+    assert ("1, disturbed |" in made, "that is called disturbed" in made) == (is_disturbed, is_disturbed)
 
 
 def luminance(colour: str) -> float:
