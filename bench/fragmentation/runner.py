@@ -55,7 +55,7 @@ def measure(
 
     only:     workloads, or COPIES; all if empty.
     variants: texts, one of which the name of a variant contains; all if empty.
-    Raises: InvalidRequest for an unknown workload or a trace that cannot be read
+    Raises: InvalidRequest for an unknown workload, a text that names no variant, or a trace that cannot be read
     """
     cells = [*CELLS, *([TRACED] if trace else [])]
     if unknown := [name for name in only if name not in {COPIES, *(cell.workload for cell in cells)}]:
@@ -71,6 +71,12 @@ def measure(
         for variant in cell.variants
         if not variants or any(text in variant for text in variants)
     ]
+    if variants and not chosen:
+        names = dict.fromkeys(variant for cell in cells for variant in cell.variants)
+        raise InvalidRequest(
+            f"no allocator of these workloads is named by --allocator {', '.join(variants)}; there are "
+            f"{', '.join(names)}"
+        )
     loads: dict[str, tuple[Workload, list[Any]]] = {}
     for cell, variant in track(chosen, "serving requests"):
         if cell.workload not in loads:

@@ -8,6 +8,7 @@ transfer                 GB/s between two processes, and the share of the bare t
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -48,6 +49,14 @@ class Asked:
             raise InvalidRequest(f"--part {unknown[0]}: there is no such part; there are {', '.join(PARTS)}")
         if self.folder is not None and not self.folder.is_dir():
             raise InvalidRequest(f"--folder {self.folder} is no folder; give one on the disk that is to be measured")
+        try:
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as why:
+            folder = self.folder or tempfile.gettempdir()
+            raise InvalidRequest(
+                f"no file can be written to {folder}: {why.strerror}; --folder DIR names a folder on another disk"
+            ) from None
 
 
 def measure(report: Callable[[Row], None], asked: Asked) -> None:

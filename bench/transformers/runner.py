@@ -58,6 +58,13 @@ MUSTS: Final = {
 
 Row = dict[str, Any]
 Taken = tuple[float, bool]
+
+
+def kv_bytes(batch: int, context: int) -> int:
+    """Return the bytes of K and V at the end of a turn. Several caches and what fills them take four times as much."""
+    return 2 * 12 * 4 * 64 * 2 * batch * (context + STEPS)
+
+
 """Seconds, and whether they were clean."""
 
 
@@ -264,7 +271,7 @@ def memory(variant: str, shape: tuple[int, int]) -> float:
 
 def report_memory(report: Callable[[Row], None], shape: tuple[int, int]) -> None:
     """Report the peak of each variant, beside the bytes of K and V."""
-    held = 2 * 12 * 4 * 64 * 2 * shape[0] * (shape[1] + STEPS) / 2**20
+    held = kv_bytes(*shape) / 2**20
     for variant in track(VARIANTS, "memory"):
         report(
             {

@@ -70,16 +70,17 @@ CellKvDtypes = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="fp8_e4m3, fp8_e5m2, int8, int4.", rich_help_panel=_CELLS)
 ]
 CellHeads = Annotated[list[str] | None, typer.Option(metavar="H/K", help="Query and kv heads.", rich_help_panel=_CELLS)]
-CellHeadDims = Annotated[list[int] | None, typer.Option(metavar="N", help="Of K and V.", rich_help_panel=_CELLS)]
+CellHeadDims = Annotated[list[int] | None, typer.Option(metavar="N", min=1, help="Of K and V.", rich_help_panel=_CELLS)]
 CellBlockSizes = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_CELLS)
+    list[int] | None, typer.Option(metavar="N", min=1, help="Tokens in a frame.", rich_help_panel=_CELLS)
 ]
 CellContexts = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="Tokens of a sequence.", rich_help_panel=_CELLS)
+    list[int] | None, typer.Option(metavar="N", min=1, help="Tokens of a sequence.", rich_help_panel=_CELLS)
 ]
-CellBatches = Annotated[list[int] | None, typer.Option(metavar="N", help="Sequences.", rich_help_panel=_CELLS)]
+CellBatches = Annotated[list[int] | None, typer.Option(metavar="N", min=1, help="Sequences.", rich_help_panel=_CELLS)]
 CellThreads = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="As is: 1, and 2 where there are.", rich_help_panel=_CELLS)
+    list[int] | None,
+    typer.Option(metavar="N", min=1, max=1024, help="As is: 1, and 2 where there are.", rich_help_panel=_CELLS),
 ]
 CellsPart = Annotated[
     str, typer.Option(metavar="I/N", help="Of the grid cut into N, only part I.", rich_help_panel=_CELLS)

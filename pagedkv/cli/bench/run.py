@@ -104,6 +104,11 @@ def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick
     os.environ.setdefault("TQDM_DISABLE", "1")
     runner = import_module(f"pagedkv.bench.{name}.runner")
     asked = tuple(_shape(text) for text in shapes) or (runner.QUICK if is_quick else runner.SHAPES)
+    if shapes and name == "transformers":
+        needed, free = 4 * max(runner.kv_bytes(*shape) for shape in asked), available()
+        if needed > free:
+            short = f"they need {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+            raise InvalidRequest(f"--shape: {short}; give fewer sequences or tokens")
     run(name, lambda report: runner.measure(asked, turns, report), shown)
 
 

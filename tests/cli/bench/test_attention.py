@@ -66,6 +66,11 @@ def test_a_plot_is_drawn_where_it_is_told(command, tmp_path):
         (["--kind", "decod"], "no cell of the grid is of that kind"),
         (["--part", "2"], "--part is '2'; give a part and the number of parts"),
         (["--part", "4/3"], "--part is '4/3', but of 3 parts the last is 3/3"),
+        (["--context", "0"], "--context"),
+        (["--batch", "0"], "--batch"),
+        (["--block-size", "0"], "--block-size"),
+        (["--head-dim", "0"], "--head-dim"),
+        (["--threads", "0"], "--threads"),
     ],
 )
 def test_a_wrong_option_is_one_line(options, text, command):

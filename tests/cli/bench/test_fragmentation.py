@@ -68,3 +68,6 @@ def test_a_wrong_workload_or_trace_is_one_line(command, tmp_path):
     assert (status, "line 2: not a request" in err) == (2, True)
     status, _, err = command(*options, "--trace", tmp_path / "none", "--workload", "mooncake")
     assert (status, "cannot be read" in err) == (2, True)
+    status, _, err = command(*options, "--workload", "window", "--allocator", "tear")
+    words = "no allocator of these workloads is named by --allocator tear; there are reserve the maximum, "
+    assert (status, words in err) == (2, True)

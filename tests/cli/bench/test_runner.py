@@ -90,6 +90,12 @@ def test_a_benchmark_that_does_not_fit_or_lacks_its_host_is_left_out_in_one_line
     assert (status, "bench generate: it needs 12 GiB of memory, and 2.0 GiB are free" in err) == (2, True)
 
 
+def test_a_shape_that_no_memory_holds_is_one_line(command, tmp_path):
+    pytest.importorskip("transformers")
+    status, _, err = command("bench", "transformers", "--shape", "64x1000000", "--record", tmp_path / "rows")
+    assert (status, "--shape: they need 2,930 GiB of memory, and " in err) == (2, True)
+
+
 def test_a_bar_is_drawn_on_a_terminal_only_between_steps(monkeypatch, capsys):
     assert list(progress.track([1, 2], "turns")) == [1, 2]
     monkeypatch.setattr(progress, "INTERVAL", -1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +136,5 @@ def test_unknown_parts_and_folders_are_refused(tmp_path):
         runner.Asked(parts=("seed",))
     with pytest.raises(InvalidRequest, match="is no folder"):
         runner.Asked(folder=tmp_path / "no")
+    with pytest.raises(InvalidRequest, match="no file can be written to /proc: .*; --folder DIR names a folder"):
+        runner.Asked(folder=Path("/proc"))
