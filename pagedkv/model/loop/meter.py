@@ -172,5 +172,7 @@ class Meter:
                 times.prefill.add(spent.prefill_s)
                 times.decode.add(spent.decode_s)
                 times.total.add(spent.total_s - spent.tool_wait_s)
+                if request.search:
+                    times.first_token.add(completion.ttft_s)
                 if request.turn:
                     times.tool_wait.add(spent.tool_wait_s)

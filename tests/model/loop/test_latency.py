@@ -42,6 +42,13 @@ def test_the_phases_add_up_to_the_time_of_the_request(engine: Engine) -> None:
     assert spent.queue_s + spent.prefill_s == pytest.approx(one.ttft_s)
 
 
+def test_the_first_token_of_a_beam_search_is_counted(engine: Engine) -> None:
+    (request,) = engine.generate([PAGE + QUESTIONS[0]], SamplingParams(num_beams=3), num_samples=2)
+    first = engine.stats().latency["first_token"]
+    assert first.count == 2
+    assert first.p50 == pytest.approx(request.completions[0].ttft_s, rel=ERROR)
+
+
 def test_a_request_that_waits_for_another_waits_in_the_queue() -> None:
     engine = Engine.load(num_frames=64, limits=Limits(max_sequences=1))
     params = SamplingParams(max_tokens=8, ignore_eos=True)
