@@ -9,6 +9,7 @@ Relative goodness is that of a ratio within one run, to a bound or a peer: it ca
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -92,10 +93,9 @@ def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
         if one and peer is not one and peer.median:
             pairs = zip(peer.turns, one.turns, strict=False)
             turns = tuple(own / theirs for theirs, own in pairs if theirs and own and not peer.is_disturbed)
+            value = statistics.median(turns) if len(turns) >= LEAST else one.median / peer.median
             key = (peer.bench, peer.key, f"over {peer.variant}")
-            samples[key] = _sample(
-                one, f"over {peer.variant}", one.median / peer.median, turns, one.is_better_if_larger
-            )
+            samples[key] = _sample(one, f"over {peer.variant}", value, turns, one.is_better_if_larger)
     return samples
 
 

@@ -35,8 +35,11 @@ def kept(folder: Path, name: str, rows: list[dict[str, object]]) -> Path:
 
 def test_a_share_that_fell_beside_a_peer_fell(command, tmp_path):
     """Of a share the larger figure is the better one, of a time the smaller."""
-    both = [kept(tmp_path, name, [row("useful", ours, unit="%"), row("useful", 73.6, "peer", unit="%")])
-            for name, ours in (("a", 97.0), ("b", 48.5))]  # fmt: skip
+    peer = row("useful", 73.6, "peer", unit="%", turns=[73.6] * 15)
+    both = [
+        kept(tmp_path, name, [row("useful", ours, unit="%", turns=[ours] * 15), peer])
+        for name, ours in (("a", 97.0), ("b", 48.5))
+    ]
     status, out, _ = command("bench", "compare", *both, "--relative", "--json")
     (only,) = json.loads(out)
     assert (status, only["fell"]) == (1, True)
@@ -80,6 +83,18 @@ def test_relative_figures_survive_a_slower_machine_and_see_a_slower_manager(comm
     assert command("bench", "compare", first, second, "--relative").status == 0
     third = kept(tmp_path, "c", [row("step", 200.0, machine="there"), slower[1]])
     assert command("bench", "compare", first, third, "--relative", "--tolerance", 0.3).status == 1
+
+
+def test_a_relative_figure_is_that_of_its_turns(command, tmp_path):
+    """The machine is slow in 8 of 15 turns; the peer lacks two of these, so that its median is that of a fast turn."""
+    fast, slow = turns(50.0, count=7), turns(100.0, count=8)
+    peer = [*(2 * turn for turn in fast), *(2 * turn for turn in slow[:6]), None, None]
+    first = kept(tmp_path, "a", [row("step", 50.0), row("step", 100.0, "lists")])
+    both = [row("step", 100.0, turns=[*fast, *slow]), row("step", 100.0, "lists", turns=peer)]
+    status, out, _ = command("bench", "compare", first, kept(tmp_path, "b", both), "--relative", "--json")
+    (only,) = json.loads(out)
+    assert (status, only["ratio"]) == (0, pytest.approx(1.0, abs=0.03))
+    assert only["low"] <= only["ratio"] <= only["high"]
 
 
 def test_a_bound_is_a_peer_too(command, tmp_path):
