@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedkv.bench.headlines import headlines
-from pagedkv.cli.bench.run import why_not
+from pagedkv.cli.bench.run import Shown, why_not
 from pagedkv.errors import InvalidRequest
 
 NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers")
@@ -28,6 +28,7 @@ FAILED: Final = 1
 
 def run(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | None) -> int:
     """Run the benchmarks; print a table or all rows. Return 1 if one of them failed."""
+    Shown(as_json, keep)
     if unknown := [name for name in only if name not in NAMES]:
         raise InvalidRequest(f"--only {unknown[0]}: there is no such benchmark; there are {', '.join(NAMES)}")
     rows: list[dict[str, Any]] = []
@@ -49,7 +50,8 @@ def run(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | None
 
 def _measured(name: str, *, is_quick: bool, keep: Path | None) -> tuple[int, list[dict[str, Any]]]:
     """Run one benchmark. Its messages and its progress go to our stderr. Return its status and its rows."""
-    options = [*(["--quick"] if is_quick else []), *(["--record", str(keep)] if keep else [])]
+    size = ["--quick"] if is_quick else ["--full"] if name == "attention" else []  # its grid is an option
+    options = [*size, *(["--record", str(keep)] if keep else [])]
     command = [sys.executable, "-m", "pagedkv", "bench", name, "--json", *options]
     # a process group of its own: a terminal sends Ctrl-C to us alone, and the benchmark gets it once
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:

@@ -23,7 +23,7 @@ Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rows o
 # bench all
 
 Only = Annotated[list[str] | None, typer.Option(metavar="NAME", help="This benchmark; may be given several times.")]
-Full = Annotated[bool, typer.Option("--full/--quick", help="Everything, an hour; or the cases that show most.")]
+Full = Annotated[bool, typer.Option("--full/--quick", help="Everything, two hours; or the cases that show most.")]
 
 # bench manager
 

@@ -40,7 +40,8 @@ NOT_AXES: Final = ("bench", "case", "variant", "unit", "median", "must")
 class Shown:
     """The output of a run: a table or JSON, the file for the rows, the file for the picture.
 
-    Raises: InvalidRequest for a picture that is no SVG, before anything is measured
+    Raises: InvalidRequest for a picture that is no SVG, and for files in folders that are not there, before anything
+        is measured
     """
 
     as_json: bool = False
@@ -48,9 +49,12 @@ class Shown:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a picture of another kind."""
+        """Refuse what cannot be written."""
         if self.plot and self.plot.suffix != ".svg":
             raise InvalidRequest(f"--plot is {self.plot}; pictures are drawn as SVG: name a file that ends in .svg")
+        for option, path in (("--record", self.keep), ("--plot", self.plot)):
+            if path and not path.parent.is_dir():
+                raise InvalidRequest(f"{option} is {path}, and there is no folder {path.parent}; name another file")
 
 
 def run(

@@ -54,9 +54,48 @@ def test_a_checkout_that_cannot_be_written_to_costs_the_rows_not_the_run(monkeyp
 
 
 def test_a_file_that_was_asked_for_and_cannot_be_written_to_is_an_error(command, tmp_path):
-    status, _, err = command("bench", *SMALL, "--repetitions", 1, "--record", tmp_path / "no/rows.jsonl")
+    status, _, err = command("bench", *SMALL, "--repetitions", 1, "--record", tmp_path)  # a folder
     assert status == 2
     assert "--record FILE names another file" in err
+
+
+@pytest.mark.parametrize("option", ["--record", "--plot"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_measured(
+    option, command, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("pagedkv.bench.attention.runner.measure", lambda *_: pytest.fail("measured"))
+    path = tmp_path / "no/file.svg"
+    status, _, err = command("bench", *SMALL, option, path)
+    words = f"{option} is {path}, and there is no folder {path.parent}; name another file"
+    assert (status, words in err) == (2, True)
+    if option == "--record":
+        monkeypatch.setattr(every, "_measured", lambda *_: pytest.fail("measured"))
+        status, _, err = command("bench", "all", option, path)
+        assert (status, words in err) == (2, True)
+
+
+@pytest.mark.parametrize(("name", "size"), [("attention", ["--full"]), ("manager", [])])
+def test_a_full_run_is_the_whole_grid(name, size, monkeypatch):
+    started = []
+
+    class Ended:
+        returncode = 0
+
+        def __init__(self, command: list[str], **_: object) -> None:
+            started.append(command[3:])
+
+        def __enter__(self) -> Ended:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def communicate(self) -> tuple[str, None]:
+            return "[]", None
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    assert every._measured(name, is_quick=False, keep=None) == (0, [])
+    assert every._measured(name, is_quick=True, keep=None) == (0, [])
+    assert started == [["bench", name, "--json", *size], ["bench", name, "--json", "--quick"]]
 
 
 def test_memory_is_that_of_the_container(monkeypatch, tmp_path):
