@@ -113,6 +113,7 @@ TiersFrames = Annotated[
     typer.Option(
         metavar="N",
         min=4,
+        max=1 << 18,
         help="KiB of a frame, for speed and transfer; again.",
         rich_help_panel=_CELLS,
     ),

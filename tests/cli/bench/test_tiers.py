@@ -131,6 +131,12 @@ def test_sizes_and_contexts_are_axes(command, monkeypatch, tmp_path):
     assert asked == [(None, 15, (65_536, 4096)), (None, 7, 512)]
 
 
+@pytest.mark.parametrize("frame", [3, 2**18 + 1])
+def test_a_frame_that_is_no_run_of_pages_or_larger_than_what_is_moved_is_one_line(frame, command, tmp_path):
+    status, _, err = command("bench", "tiers", "--frame", frame, "--record", tmp_path / "rows")
+    assert (status, err.count("\n"), "--frame" in err) == (2, 1, True)
+
+
 def test_unknown_parts_and_folders_are_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="speed, first-token, beside"):
         runner.Asked(parts=("seed",))
