@@ -149,7 +149,8 @@ def prefill_of(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> str:
     Few queries beside many sequences of long contexts are no long prefill.
     """
     B, T = seq_lens.shape[0], q.shape[0]
-    if q.device.type != "cuda" or B * MOST_DRAFTS * (2 if B >= MOST_DRAFTS else 1) >= T:
+    few = MOST_DRAFTS * (2 if B >= MOST_DRAFTS else 1)
+    if q.device.type != "cuda" or T <= B * few:
         return ""
     return "long_prefill" if T >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED else "prefill"
 
