@@ -148,11 +148,11 @@ def prefill_of(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> str:
 
     Few queries beside many sequences of long contexts are no long prefill.
     """
-    B, T = seq_lens.shape[0], q.shape[0]
+    B, num_tokens = seq_lens.shape[0], q.shape[0]
     few = MOST_DRAFTS * (2 if B >= MOST_DRAFTS else 1)
-    if q.device.type != "cuda" or T <= B * few:
+    if q.device.type != "cuda" or num_tokens <= B * few:
         return ""
-    return "long_prefill" if T >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED else "prefill"
+    return "long_prefill" if num_tokens >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED else "prefill"
 
 
 def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:
