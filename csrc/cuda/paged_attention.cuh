@@ -356,12 +356,14 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.part = me.team_thread / 32 / WARPS_M;
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
-    Partition<ROWS, STEP_TOKENS> partition(p);
-    const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
+    Partition<ROWS, STEP_TOKENS, TAILS> partition(p);
+    auto* const records = reinterpret_cast<Record*>(p.kept);
+    const u64 launch = partition.recall(records + ptx::block_index());
     ptx::stamp(RECALLED);
     if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, launch);  // this thread alone reads it
     const float k_scale = !TOKEN_SCALES && p.k_scale ? ptx::read(p.k_scale) : 1.0f, v_scale = value_scale(p);
-    for (; partition.more(); partition.advance()) {
+    const auto claims = [&] { return partition.claim(records, launch, me.base + CLAIM_AT); };
+    for (; partition.more() || claims(); partition.advance()) {
         const Unit& unit = partition.unit;
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;

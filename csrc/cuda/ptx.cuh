@@ -55,6 +55,8 @@ DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_team(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Read what another CTA may write meanwhile.
+DEVICE u64 read_now(u64* at) { return atomicMax(at, u64{0}); }
 // Raise a counter to `least` if it is smaller, add 1, and return the sum. One thread's atomics at one place keep order.
 DEVICE u64 count_up(u64* at, u64 least) {
     atomicMax(at, least);

@@ -13,6 +13,7 @@
 //     WARPS_D                warps that share 16 rows. Each multiplies its part of D and keeps its part of the result's
 //                            columns, so that 512 columns fit into registers. 1 for most dims, 4 above 256
 //     V_IN_K                 1: V is the first part of K in the same memory (MLA) and is read once
+//     TAILS                  0, or a CTA leaves the last 1/TAILS of a long share to the CTAs that are done first
 //     PAGE_RUNS              0: any pages. 1: every 16 keys of a tile lie in one page. 2: its rows also follow one
 //                            another without gaps (stages.cuh)
 //
@@ -49,7 +50,7 @@ constexpr int TEAM_STATS_AT = Elements::Q_TERMS * Q_TERM_BYTES;  // [WARPS_N][RO
 constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
 constexpr int Q_INVERSES_AT = TOTALS_AT + 8 * ROWS;  // [ROWS]: the inverse of the power of two of each query row
 constexpr int LAST_AT = Q_INVERSES_AT + 4 * ROWS;
-constexpr int LAUNCH_AT = LAST_AT + 8;
+constexpr int CLAIM_AT = LAST_AT + 4, LAUNCH_AT = LAST_AT + 8;
 constexpr int VOTES_AT = LAST_AT + 16;  // [warps]: lanes whose result holds a NaN
 constexpr int SCORES_AT = VOTES_AT + (THREADS / 8 + 15) / 16 * 16;
 constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team

@@ -73,6 +73,7 @@ class AttentionSpecialisation:
     warps_d: int
     v_in_k: int
     page_runs: int
+    tails: int = 0
 
     name = "paged_attention"
 
