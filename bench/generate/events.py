@@ -1,6 +1,7 @@
 """Events: the cost of recording the lives of requests, in a decode step of the bundled checkpoint.
 
     events, step      ms of one `Engine.step` with `engine.events` set, and without; `ratios` are on / off, of each turn
+                      in which no other process disturbed either
     events, record    the part of it that `Events.step` takes, over the rest of the same step
 
 The bundled checkpoint is the fastest model that there is to run, so its steps show the cost best. On and off take turns
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from operator import truediv
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.bench import record
-from pagedkv.bench.clock import by_lot
+from pagedkv.bench.clock import Timing, Turns, compare, ratios, watched
 from pagedkv.bench.generate import models
 from pagedkv.bench.generate.runner import timed_step
 from pagedkv.model.engine import Engine
@@ -51,34 +53,45 @@ def measured(batches: Sequence[int] = BATCHES, turns: int = TURNS) -> list[dict[
     rows = []
     for batch in batches:
         requests = models.filled(engine, batch, CONTEXT)
-        taken: dict[str, list[float]] = {ON: [], OFF: []}
         shares: list[float] = []
-        for order in by_lot((ON, OFF), turns, "events"):
+        measured = Turns((ON, OFF), turns, "events")
+        for order in measured:
             for variant in order:
-                engine.events = events = _Clocked() if variant == ON else None
+                engine.events = _Clocked() if variant == ON else None
                 engine.step()  # its first step records the admission of all
-                seconds = []
-                for _ in range(STEPS):
-                    seconds.append(timed_step(engine))
-                    if events is not None:
-                        shares.append(events.seconds / (seconds[-1] - events.seconds))
-                taken[variant].append(statistics.median(seconds))
+                (seconds, of_record), _, is_clean = watched(lambda: _steps(engine))
+                measured.add(variant, seconds, is_clean)
+                shares += of_record
         engine.events = None
         models.emptied(engine, requests)
-        axes = {"batch": batch, "context": CONTEXT}
-        rows += _rows(axes, {variant: seconds[1:] for variant, seconds in taken.items()}, shares[STEPS:])
+        rows += _rows({"batch": batch, "context": CONTEXT}, measured.timings(), shares[STEPS:])
     return rows
 
 
-def _rows(axes: dict[str, int], taken: dict[str, list[float]], shares: list[float]) -> list[dict[str, Any]]:
+def _steps(engine: Engine) -> tuple[float, list[float]]:
+    """Return the median seconds of STEPS steps, and the share of the record in each of them."""
+    seconds, shares = [], []
+    for _ in range(STEPS):
+        seconds.append(timed_step(engine))
+        if isinstance(engine.events, _Clocked):
+            shares.append(engine.events.seconds / (seconds[-1] - engine.events.seconds))
+    return statistics.median(seconds), shares
+
+
+def _rows(axes: dict[str, int], taken: dict[str, Timing], shares: list[float]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
-    ratios = [on / off for on, off in zip(taken[ON], taken[OFF], strict=True)]
-    for variant, seconds in taken.items():
-        row = {"bench": "generate", "case": "events, step"} | axes | {"variant": variant, "unit": "ms"}
-        row |= {"median": 1e3 * statistics.median(seconds), "best": 1e3 * min(seconds), "worst": 1e3 * max(seconds)}
-        made.append(row | ({"ratios": ratios, "must": MUST} if variant == ON else {"must": None}))
-    row = {"bench": "generate", "case": "events, record"} | axes | {"variant": ON, "unit": "of the rest of the step"}
-    return [*made, row | {"median": statistics.median(shares), "best": min(shares), "must": MUST - 1}]
+    for variant, timing in taken.items():
+        row: dict[str, Any] = (
+            {"bench": "generate", "case": "events, step"} | axes | {"variant": variant, "unit": "ms", "must": None}
+        )
+        row |= timing.fields(lambda seconds: 1e3 * seconds)
+        if variant == ON:
+            row |= {"of_off": compare(timing, taken[OFF], truediv), "must": MUST}
+            row |= {"ratios": ratios(timing, taken[OFF], truediv)}
+        made.append(row)
+    of_record = {"bench": "generate", "case": "events, record", "variant": ON, "unit": "of the rest of the step"}
+    share = {"median": statistics.median(shares), "best": min(shares), "must": MUST - 1}
+    return [*made, of_record | axes | share]
 
 
 def main() -> None:
@@ -88,8 +101,8 @@ def main() -> None:
     for row in rows:
         of = f"{row['batch']:2} sequences, {row['variant']:3}"
         if row["unit"] == "ms":
-            ratio = f"  {statistics.median(row['ratios']):.3f} x off" if "ratios" in row else ""
-            print(f"{of}  {row['median']:7.3f} ms{ratio}")
+            ratio = f"  {row['of_off']:.3f} x off" if "of_off" in row else ""
+            print(f"{of}  {row['median']:7.3f} ms{ratio}, {row['clean']} turns undisturbed")
         else:
             print(f"{of}  {row['median']:7.2%} {row['unit']} takes the record")
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from pagedkv.bench.generate import models, runner, weights
+from pagedkv.bench.generate import events, models, runner, weights
 from pagedkv.kernels import cpu
 
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason="the C++ extension is not built")
@@ -87,3 +87,14 @@ def test_a_step_is_timed_with_the_weights_that_its_row_names(tiny, tmp_path):
     steps = (weights.TURNS + 1) * runner.STEPS
     assert [decoder.calls for decoder in decoders.values()] == [steps] * len(weights.KINDS)
     assert engine.forward.decoder is own
+
+
+def test_events_on_and_off_take_turns_and_a_row_says_which_were_undisturbed(monkeypatch):
+    monkeypatch.setattr(events, "STEPS", 2)
+    on, off, share = events.measured((2,), turns=3)
+    assert (on["variant"], off["variant"], share["case"]) == ("on", "off", "events, record")
+    assert on["of_off"] > 0
+    for row in (on, off):
+        assert len(row["turns"]) == 3
+        assert 0 <= row["clean"] <= 3
+    assert 0 < share["best"] <= share["median"] < 1
