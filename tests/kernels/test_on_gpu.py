@@ -60,7 +60,8 @@ def captured(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # the outer context restores the stream even if the end of the capture raises
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         result = step()
     return graph, result
 

@@ -211,8 +211,11 @@ def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **p
     """Return the state of all new tokens by FlashAttention 2, or by what torch.nn.attention has activated.
 
     pages: lengths and page table, where k and v are the pool.
+
+    The bound of queries is never 1. With it and fewer kv heads than heads, FlashAttention 2 takes row b of q for the
+    one query of sequence b: it refuses q with padding, and is wrong where a sequence without queries hides padding.
     """
-    bounds = (call.max_seqlen_q, call.max_seqlen_k)
+    bounds = (max(2, call.max_seqlen_q), call.max_seqlen_k)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         call.q, k, v, call.cu_seqlens_q, starts, *bounds, 0.0, True, False, scale=call.scale, **pages
     )
