@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedkv.kernels import quant
+from pagedkv.kernels import layout, quant
 from pagedkv.kernels.args import (
     AttentionCall,
     AttentionOptions,
@@ -247,9 +247,17 @@ def used_slots(batch: PagedBatch, block_size: int) -> Tensor:
 
 
 def moved(x: Any, device: str) -> Any:
-    """Return `x`, or the tensors of a KVLayer or PagedBatch, on `device` with the same strides."""
+    """Return `x`, or the tensors of a KVLayer or PagedBatch, on `device` with the same strides.
+
+    Values and scales of a layer that lie within those of its keys do so there, too.
+    """
     if isinstance(x, KVLayer | PagedBatch):
-        return replace(x, **{field.name: moved(getattr(x, field.name), device) for field in fields(x)})
+        there = {field.name: moved(getattr(x, field.name), device) for field in fields(x)}
+        if isinstance(x, KVLayer) and layout.is_v_in_k(x.k, x.v):
+            there["v"] = there["k"][..., : x.v.shape[-1]]
+        if isinstance(x, KVLayer) and layout.is_one_scale(x.k_scale, x.v_scale):
+            there["v_scale"] = there["k_scale"]
+        return replace(x, **there)
     if not isinstance(x, Tensor) or x.device.type == device:
         return x
     there = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)

@@ -91,6 +91,15 @@ def test_a_store_of_keys_alone_is_a_store_of_keys(kv: str | None, runner: Runner
         assert ours.v_scale.data_ptr() == ours.k_scale.data_ptr()
 
 
+def test_a_layer_that_is_moved_keeps_its_values_within_its_keys() -> None:
+    """Else no kernel would be asked on a GPU for values within keys."""
+    layer = empty_layer(Case(kv="int4/token_head", dims=(80, 64), heads=(1, 1), layout="mla"), 4)
+    there = moved(layer, "meta")
+    assert there.v._base is there.k
+    assert (there.v.shape, there.v.stride()) == (layer.v.shape, layer.v.stride())
+    assert there.v_scale is there.k_scale
+
+
 @pytest.mark.parametrize("kv", KINDS)
 def test_a_bound_store_and_padded_latents_store_the_same(kv: str | None) -> None:
     new, slots = torch.randn(6, 1, 80), torch.tensor([7, -1, 0, 13, 2, 9])
