@@ -7,6 +7,9 @@ summary.txt, one screen. They are complete after each stage, so a run that is ki
 stages the first ten minutes run (on_gpu/stages.py); with --rest, all stages that did not pass in ARCHIVE, then the
 later ones; the new archive holds the old results too. The status is 0 only if all these stages passed.
 
+A stage that is out of time is interrupted, as by Ctrl-C, so that pytest prints the failures so far, and killed GRACE
+seconds later.
+
 The run installs and compiles no C++ and needs no network. Python must have torch with CUDA and numpy, and
 triton, CuPy or pytest for the stages that say so. Each stage is a process of its own with a limit of time: a stage that
 fails, hangs or is killed does not stop the others. Without a GPU only the stages that need none run. This file knows
@@ -16,9 +19,11 @@ only how stages are run and reported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,11 +39,17 @@ from on_gpu.stages import ENVIRONMENT, FIRST, LATER, SANITIZE, Stage
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 ARCHIVE, SUMMARY, STATE = "gpu-results.tar.gz", "summary.txt", "stages.json"
+GRACE: Final = 15.0
+"""Seconds from the interrupt of a stage that is out of time to its end. pytest ends its workers within 10 seconds."""
+
 LAST: Final = 15.0
 """Seconds at the end that no stage takes: for the archive."""
 
 SCREEN: Final = (50, 120)
 """Lines and columns of the summary."""
+
+REASON: Final = 80
+"""The most characters of the reason of a failure in the summary."""
 
 # An interpreted, forced or checked kernel would not be the one to test and measure.
 _UNSET: Final = ("TRITON_INTERPRET", "PAGEDKV_KERNELS", "PAGEDKV_DEBUG")
@@ -99,7 +110,7 @@ class Run:
         elif seconds < min(10.0, stage.seconds):
             ended = Ended(stage.name, "not run", 0, "no time is left; --rest continues")
         else:
-            ended = self._process(stage, min(seconds, stage.seconds))
+            ended = self._process(stage, min(max(seconds - GRACE, seconds / 2), stage.seconds))
         if ended.how != "not run" or stage.name not in self.ended:  # an earlier call may have said more
             self.ended[stage.name] = ended
         return ended
@@ -109,6 +120,7 @@ class Run:
         env = {name: value for name, value in os.environ.items() if name not in _UNSET} | _SET | dict(stage.env)
         arguments = [argument.replace("{out}", str(self.results)) for argument in stage.arguments]
         began, at = time.monotonic(), time.time()
+        printed: list[str] | None = None
         with log.open("w") as file:
             try:
                 process = subprocess.Popen(
@@ -125,13 +137,17 @@ class Run:
                 how, why = _how(process.wait(timeout=seconds))
             except subprocess.TimeoutExpired:
                 how, why = "out of time", f"after {seconds:.0f} s; "
+                printed = _lines(log)
+                _interrupt(process)
             finally:
                 _end(process)
-        lines = [line.rstrip() for line in _tail(log).splitlines() if line.strip()]
+        lines = _lines(log)
+        if printed is not None and lines and lines[-1] == "KeyboardInterrupt":  # where it was says nothing
+            lines = printed
         last = lines[-1] if lines else "it printed nothing"
         if how == "passed" and " skipped" in last and " passed" not in last:
             how, why = "FAILED", "nothing ran: "
-        told = tuple(line[2:] for line in lines if line.startswith("= "))
+        told = (*(line[2:] for line in lines if line.startswith("= ")), *reasons(lines))
         watched = clocks.during(self.results / "clocks.csv", at, time.time())
         return Ended(stage.name, how, round(time.monotonic() - began, 1), why + last.removeprefix("= "), watched, told)
 
@@ -169,6 +185,23 @@ def _how(code: int) -> tuple[str, str]:
     return ("passed", "") if code == 0 else ("FAILED", f"status {code}: ")
 
 
+def reasons(lines: list[str]) -> list[str]:
+    """Return a line for each reason in pytest's list of failures: how often, the reason, and the first test."""
+    found: dict[str, list[str]] = {}
+    for test, reason in re.findall(
+        r"(?m)^(?:FAILED|ERROR) (?:\S*/)?(\w+\.py\S*(?:\[.*?\])?) - (.+)$", "\n".join(lines)
+    ):
+        found.setdefault(reason, []).append(test)
+    return [f"{len(tests)} x {reason[:REASON]}: {tests[0]}" for reason, tests in found.items()]
+
+
+def _interrupt(process: subprocess.Popen[Any]) -> None:
+    """Interrupt a process, and not its workers: it ends them itself. Return when it has ended, or after GRACE."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE)
+
+
 def _end(process: subprocess.Popen[Any]) -> None:
     """End a process and the workers it has started. A process that waits inside a driver may outlive its signal."""
     try:
@@ -179,6 +212,11 @@ def _end(process: subprocess.Popen[Any]) -> None:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:
         print(f"process {process.pid} did not end: it waits inside the driver", flush=True)
+
+
+def _lines(log: Path) -> list[str]:
+    """Return the lines at the end of a log that are not empty."""
+    return [line.rstrip() for line in _tail(log).splitlines() if line.strip()]
 
 
 def _tail(log: Path, most: int = 1 << 20) -> str:
@@ -225,6 +263,8 @@ def main(argv: list[str] | None = None) -> int:
         tree.copy(ROOT, run.tree)
         stages = chosen(run, options.stages, options.rest is not None)
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the archive is written
+        # a shell lets its jobs ignore it, and a stage would do so, too
+        ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
         status = 0
         try:
             with clocks.logged(run.results / "clocks.csv"):
@@ -236,6 +276,7 @@ def main(argv: list[str] | None = None) -> int:
                     run.keep()
         finally:
             signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGINT, ctrl_c)
             run.keep()
         print((run.out / SUMMARY).read_text(), end="", flush=True)
         return status

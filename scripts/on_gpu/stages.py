@@ -9,12 +9,17 @@ This file knows only the names of commands.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Final, NamedTuple
 
 JOBS: Final = str(max(1, min(8, (os.cpu_count() or 2) // 2)))
 """Processes that share the GPU in tests of correctness, whose time goes mostly to compilers and oracles. Measurements
 run alone."""
+
+
+MOST_FAILURES: Final = 60
+"""Failures after which a stage of tests ends: the next one would hardly tell more."""
 
 
 class Stage(NamedTuple):
@@ -43,13 +48,23 @@ def _cases(backend: str, *cases: str, jobs: str = JOBS) -> tuple[str, ...]:
     return "-m", "tests.kernels.by_hand", "--backend", backend, "--jobs", jobs, "--cases", *cases
 
 
-def _pytest(*files: str, only: str = "") -> tuple[str, ...]:
+def _pytest(name: str, seconds: float, *files: str, only: str = "", apart: bool = False) -> Stage:
+    """Return a stage of tests. It ends after MOST_FAILURES, and lists the reason of each.
+
+    apart: run the tests in JOBS processes, where pytest-xdist is installed.
+    """
     plain = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini=addopts=--import-mode=importlib")
-    return (*plain, "-m", "gpu", *files, *(("-k", only) if only else ()))
+    told = ("-rfE", "--tb=short", f"--maxfail={MOST_FAILURES}")
+    jobs = ("-n", JOBS) if apart and importlib.util.find_spec("xdist") else ()
+    options = (*plain, *told, *jobs, "-m", "gpu", *files, *(("-k", only) if only else ()))
+    # as wide as its terminal, pytest would cut off the reasons
+    return Stage(name, options, seconds, ("gpu", "pytest"), env=(("COLUMNS", "400"),))
 
 
-CUDA, TRITON, TESTS = ("gpu", "cupy"), ("gpu", "triton"), ("gpu", "pytest")
+CUDA, TRITON = ("gpu", "cupy"), ("gpu", "triton")
 ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
+USERS = "tests/on_gpu"
+BIG, CONFORMANCE = "tests/kernels/large/test_big_shapes.py", "tests/kernels/test_conformance.py"
 ENVIRONMENT: Final = "environment"
 
 FIRST: Final = (
@@ -68,16 +83,17 @@ FIRST: Final = (
 LATER: Final = (
     Stage("cases-triton", _cases("triton", "small"), 240, needs=TRITON),
     Stage("cases-cuda", _cases("cuda", "small"), 240, needs=CUDA),
-    Stage("moves", _pytest(ON_GPU, only="on_the_gpu"), 180, needs=TESTS),
-    Stage("users", _pytest("tests/on_gpu"), 240, needs=(*TESTS, "transformers", "tokenizers")),
-    Stage("graphs", _pytest(ON_GPU, GRAPHS, only="not on_the_gpu"), 360, needs=TESTS),
-    Stage("big", _pytest("tests/kernels/large/test_big_shapes.py"), 300, needs=TESTS),
+    _pytest("moves", 180, ON_GPU, only="on_the_gpu"),
+    _pytest("users", 240, USERS, apart=True)._replace(needs=("gpu", "pytest", "transformers", "tokenizers")),
+    _pytest("graphs", 360, ON_GPU, GRAPHS, only="not on_the_gpu"),
+    _pytest("big", 300, BIG),
     Stage("grid-triton", _cases("triton", "grid", "large"), 480, needs=TRITON),
     Stage("grid-cuda", _cases("cuda", "grid", "large"), 480, needs=CUDA),
     Stage("bench", _bench("attention", "--backends", "triton", "cuda"), 500, needs=TRITON),
     Stage("tune-cuda", _bench("tune", "--kernels", "cuda"), 500, needs=CUDA),
     Stage("tune-triton", _bench("tune", "--kernels", "triton"), 500, needs=TRITON),
-    Stage("laws", _pytest("tests/kernels"), 520, needs=TESTS),
+    _pytest("laws", 520, "tests/kernels", *(f"--ignore={x}" for x in (ON_GPU, GRAPHS, BIG, CONFORMANCE)), apart=True),
+    _pytest("conformance", 520, CONFORMANCE, apart=True),
 )
 """The most useful stages come first, in case time is short. No stage takes longer than one call of ten minutes."""
 
