@@ -29,6 +29,12 @@ class Runner(NamedTuple):
     backend: str
     device: str
 
+    @property
+    def spoils_rows(self) -> bool:
+        """Whether a value that is not finite spoils all columns of the rows that see it: so the kernels for GPUs."""
+        on_gpu = self.backend == "library" and self.device == "cuda"
+        return on_gpu or self.backend in ("triton", "cuda", "cuda-emulated")
+
     def attend(self, built: Built, **changes: object) -> tuple[Tensor, Tensor]:
         """Return out and lse on the CPU; `changes` override the options of the case."""
         q, layer, batch = (moved(x, self.device) for x in built[:3])
