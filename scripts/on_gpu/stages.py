@@ -13,7 +13,7 @@ import importlib.util
 import os
 from typing import Final, NamedTuple
 
-JOBS: Final = str(max(1, min(8, (os.cpu_count() or 2) // 2)))
+JOBS: Final = str(max(1, min(12, (os.cpu_count() or 2) * 3 // 4)))
 """Processes that share the GPU in tests of correctness, whose time goes mostly to compilers and oracles. Measurements
 run alone."""
 
@@ -65,6 +65,9 @@ CUDA, TRITON = ("gpu", "cupy"), ("gpu", "triton")
 ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
 USERS = "tests/on_gpu"
 BIG, CONFORMANCE = "tests/kernels/large/test_big_shapes.py", "tests/kernels/test_conformance.py"
+LIBRARY = "tests/kernels/library"
+VALUES = tuple(f"tests/kernels/{folder}" for folder in ("gather", "hostile", "latents", "masks"))
+_ELSEWHERE = (ON_GPU, GRAPHS, BIG, CONFORMANCE, LIBRARY, *VALUES)
 ENVIRONMENT: Final = "environment"
 
 FIRST: Final = (
@@ -92,7 +95,9 @@ LATER: Final = (
     Stage("bench", _bench("attention", "--backends", "triton", "cuda"), 500, needs=TRITON),
     Stage("tune-cuda", _bench("tune", "--kernels", "cuda"), 500, needs=CUDA),
     Stage("tune-triton", _bench("tune", "--kernels", "triton"), 500, needs=TRITON),
-    _pytest("laws", 520, "tests/kernels", *(f"--ignore={x}" for x in (ON_GPU, GRAPHS, BIG, CONFORMANCE)), apart=True),
+    _pytest("library", 400, LIBRARY, apart=True),
+    _pytest("values", 520, *VALUES, apart=True),
+    _pytest("laws", 520, "tests/kernels", *(f"--ignore={path}" for path in _ELSEWHERE), apart=True),
     _pytest("conformance", 520, CONFORMANCE, apart=True),
 )
 """The most useful stages come first, in case time is short. No stage takes longer than one call of ten minutes."""

@@ -243,6 +243,15 @@ def test_stages_name_modules_files_and_options_that_exist() -> None:
             assert f'"{option}"' in source, f"{path} takes no {option}"
 
 
+def test_every_test_for_a_gpu_belongs_to_a_stage() -> None:
+    """The last stages take the folder of all tests of kernels, without what other stages run."""
+    parts = [part for each in LATER if each.arguments[1] == "pytest" for part in each.arguments]
+    ignored = {part.removeprefix("--ignore=") for part in parts if part.startswith("--ignore=")}
+    assert "tests/kernels" in parts
+    assert ignored
+    assert ignored <= set(parts)
+
+
 def test_the_copy_of_the_checkout_is_what_setup_installs(tmp_path: Path) -> None:
     elsewhere = dict(re.findall(r'"(pagedkv\.[\w.]+)": "([\w/]+)"', (ROOT / "setup.py").read_text()))
     for module, folder in elsewhere.items():
