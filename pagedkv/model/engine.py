@@ -163,7 +163,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         tokenizer = Tokenizer.load(path)
         cache_options.setdefault("watermark", 0.01)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
-        identity = f"{dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
+        identity = f"{decoder.dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
         with fetches.tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
             cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation

@@ -393,3 +393,12 @@ def test_tiers_of_a_shell_have_a_size_and_a_place(tmp_path: Path) -> None:
     assert outputs(requests) == want
     assert requests[0].completions[0].cached_tokens == 48
     again.cache.tiers.close()
+
+
+def test_the_dtype_of_the_checkpoint_by_name_finds_the_same_pages(tmp_path: Path) -> None:
+    prompt = prompt_of(100)
+    with Engine.load(tiers=[DiskTier(tmp_path, "64MiB")], num_frames=40) as engine:
+        engine.generate([prompt], PARAMS)
+    for dtype, found in (("bfloat16", 96), ("float32", 0)):
+        with Engine.load(tiers=[DiskTier(tmp_path, "64MiB")], num_frames=40, dtype=dtype) as engine:
+            assert engine.generate([prompt], PARAMS)[0].completions[0].cached_tokens == found
