@@ -215,7 +215,10 @@ ServeDrain = Annotated[
 
 PrefillListen = Annotated[
     list[str],
-    typer.Option(metavar="HOST:PORT", help="Where a decode process finds this one; again for more of them."),
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where a decode process finds this one; again for more of them. nixl:HOST:PORT: by NIXL.",
+    ),
 ]
 
 # fit

@@ -96,7 +96,7 @@ def prefill(job: PrefillJob) -> int:
 
         servers = servers_at(job.listen)
         for address in job.listen:
-            host, _, port = address.rpartition(":")
+            host, _, port = address.removeprefix("nixl:").rpartition(":")
             bound(host.strip("[]"), int(port), "--listen").close()
         loading = {**job.loading, "device": device(job.loading["device"])}
         loading["tiers"] = [*loading["tiers"], *servers]

@@ -58,10 +58,10 @@ def serve_prefills(
 
 
 def servers_at(addresses: Sequence[str]) -> list[PrefillServer]:
-    """Return a server for each "HOST:PORT" of this machine, with the key in PAGEDKV_TIER_KEY. Raises: InvalidRequest"""
-    from pagedkv.tiers.transfer import DistributedLink, PrefillServer  # torch.distributed
+    """Return a server for each address, see `link_at`, with the key in PAGEDKV_TIER_KEY. Raises: InvalidRequest"""
+    from pagedkv.tiers.transfer import PrefillServer, link_at  # torch.distributed
 
-    return [PrefillServer(DistributedLink(address), key=debug.tier_key()) for address in addresses]
+    return [PrefillServer(link_at(address), key=debug.tier_key()) for address in addresses]
 
 
 def _submit(engine: Engine, prompt: AskedPrompt) -> Request | None:

@@ -1,7 +1,7 @@
 """Tiers as a person writes them: host:16GiB, disk:200GiB:FOLDER, or a store that processes share, redis:40GiB:URL.
 
-prefill:HOST:PORT is another process that computes prompts. The key of what processes share is PAGEDKV_TIER_KEY, so
-that it stands neither in a command line nor in the list of processes.
+prefill:HOST:PORT is another process that computes prompts; prefill:nixl:HOST:PORT reaches it by NIXL. The key of what
+processes share is PAGEDKV_TIER_KEY, so that it stands neither in a command line nor in the list of processes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _tier_of(text: str) -> Tier:
     if kind == "host" and size and not place:
         return HostTier(size)
     if kind == "prefill" and rest:
-        from pagedkv.tiers.transfer import DistributedLink, RemotePrefill  # torch.distributed
+        from pagedkv.tiers.transfer import RemotePrefill, link_at  # torch.distributed
 
-        return RemotePrefill(DistributedLink(rest), key=debug.tier_key())
+        return RemotePrefill(link_at(rest), key=debug.tier_key())
     if kind in _WITH_A_PLACE and size and place:
         return _WITH_A_PLACE[kind](size, place)
     raise InvalidRequest(f"a tier is {text!r}; give {FORMS}")

@@ -5,10 +5,25 @@
 Both are tiers. So what holds for tiers holds here: a page that does not come, or is damaged, is computed.
 """
 
+from __future__ import annotations
+
+from typing import Final
+
 from pagedkv.tiers.transfer.distributed import DistributedLink
 from pagedkv.tiers.transfer.link import Link, LinkDown
 from pagedkv.tiers.transfer.nixl import NixlLink
 from pagedkv.tiers.transfer.remote import RemotePrefill
 from pagedkv.tiers.transfer.server import AskedPrompt, PrefillServer
 
-__all__ = ["AskedPrompt", "DistributedLink", "Link", "LinkDown", "NixlLink", "PrefillServer", "RemotePrefill"]
+__all__ = [
+    "AskedPrompt", "DistributedLink", "Link", "LinkDown", "NixlLink", "PrefillServer", "RemotePrefill", "link_at",
+]  # fmt: skip
+
+BY_NIXL: Final = "nixl:"
+"""The beginning of an address that is reached by NIXL."""
+
+
+def link_at(text: str) -> Link:
+    """Return the link to "HOST:PORT" by torch.distributed, or to "nixl:HOST:PORT" by NIXL. Raises: InvalidRequest"""
+    is_nixl = text.startswith(BY_NIXL) and text.count(":") > 1
+    return NixlLink(text.removeprefix(BY_NIXL)) if is_nixl else DistributedLink(text)
