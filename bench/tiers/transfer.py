@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from pagedkv.bench.tiers.speed import MOVED, OURS, SIZES, pool_of, unswitched
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import Key, Op
 from pagedkv.tiers.transfer import DistributedLink, Link, NixlLink, PrefillServer, RemotePrefill
+from pagedkv.tiers.transfer.server import AT_ONCE
 
 Row = dict[str, Any]
 LINKS: Final[dict[str, Callable[[str], Link]]] = {"gloo": DistributedLink, "nixl": NixlLink}
@@ -145,20 +147,26 @@ class Bare:
                 assert time.monotonic() < until, "the other side of the bare link does not come"
                 time.sleep(0.05)
 
-    def _in_windows(self, begin: Callable[[int], object], end: Callable[[int], object]) -> None:
-        num_frames, most = len(self.frames), max(1, WINDOW // self.frames.shape[1])
-        for number in range(num_frames + most):
-            if number >= most:
-                end(number - most)
-            if number < num_frames:
-                begin(number)
+    def _in_windows(self, begin: Callable[[range], object], end: Callable[[int], object]) -> None:
+        """Begin frames, as many together as the tier, and end them in turn so that a window of them is under way."""
+        num_frames, size = self.frames.shape
+        together, most, under_way = max(1, AT_ONCE // size), max(1, WINDOW // size), deque[int]()
+        for first in range(0, num_frames, together):
+            numbers = range(first, min(first + together, num_frames))
+            while under_way and len(under_way) + len(numbers) > most:
+                end(under_way.popleft())
+            begin(numbers)
+            under_way.extend(numbers)
+        for number in under_way:
+            end(number)
 
     def read(self) -> None:
         """Read all frames."""
         self.link.send(b"go", 60.0)
+        self.link.receive()  # a transport may make progress in this call only
         size = self.frames.shape[1]
         self._in_windows(
-            lambda number: self.link.read(number, self.place + number * size, self.frames[number]),
+            lambda numbers: self.link.read_all([(n, self.place + n * size, self.frames[n]) for n in numbers]),
             lambda number: self.link.finish(number, 60.0),
         )
 
@@ -166,8 +174,9 @@ class Bare:
         """Offer all frames each time that the other side asks, until it is gone."""
         self.link.send(str(self.frames.data_ptr()).encode(), 60.0)
         while self.link.receive():
+            self.link.send(b"on", 60.0)
             self._in_windows(
-                lambda number: self.link.offer(number, self.frames[number]),
+                lambda numbers: [self.link.offer(number, self.frames[number]) for number in numbers],
                 lambda number: self.link.settle(number, 60.0),
             )
 

@@ -12,6 +12,7 @@ A transport of another vendor is a subclass with these methods. It must not know
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -73,6 +74,14 @@ class Link(ABC):
     @abstractmethod
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
         """Begin to read the offer `number` into `row` (uint8 [n])."""
+
+    def read_all(self, reads: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+        """Begin `read` of each (number, place, row). A transport may override it to post them together.
+
+        Some reads may have begun when it raises. Each number is finished either way.
+        """
+        for number, place, row in reads:
+            self.read(number, place, row)
 
     @abstractmethod
     def drop(self, number: int, place: int) -> None:

@@ -5,6 +5,9 @@
 
 The sides find one another through the same store as those of DistributedLink, where each leaves the description of its
 agent. Notifications and the ends of reads are polled, since NIXL has no call that waits.
+
+The agent has no progress thread: that of NIXL 1.5.1 polls without pause, and takes a core from the model on each side.
+Each poll makes progress instead. Over shared memory a read copies its bytes in the call that posts it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -28,7 +33,20 @@ PAUSE: Final = 0.0002
 """Seconds between two looks for a message."""
 BRIEF: Final = 0.00005
 """Seconds between two looks at a read."""
+BUSY: Final = 0.00002
+"""Seconds of a look that has moved bytes itself: the next look follows at once."""
+QUIET: Final = 0.1
+"""Seconds without a message after which the pause between two looks is REST."""
+REST: Final = 0.001
 MEMORY: Final = "DRAM"
+
+
+@dataclass(slots=True)
+class _Posted:
+    """Reads with one handle. state: how they have ended, "" while they are under way."""
+
+    handle: Any
+    state: str = ""
 
 
 class NixlLink(Link):
@@ -58,14 +76,16 @@ class NixlLink(Link):
         self._peer = ""
         self._is_cut = threading.Event()
         self._messages: deque[bytes] = deque()
-        self._reads: dict[int, Any] = {}  # handles, by number
+        self._reads: dict[int, _Posted] = {}  # by number
 
     def open(self, memory: torch.Tensor, *, listens: bool, timeout: float) -> None:
         """See Link.open."""
         self._drop_agent()
         store = self._meeting.meet(is_host=listens, timeout=timeout)
         store.set_timeout(timedelta(seconds=timeout))
-        agent = self._api.nixl_agent(f"pagedkv {secrets.token_hex(8)}", self._api.nixl_agent_config(backends=["UCX"]))
+        strict = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # several threads call one agent
+        config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
+        agent = self._api.nixl_agent(f"pagedkv {secrets.token_hex(8)}", config)
         self._agent, self._reads = agent, {}
         self._registered = agent.register_memory([(memory.data_ptr(), memory.numel(), 0, "")], MEMORY)
         store.set(f"agent {int(listens)}", agent.get_agent_metadata())
@@ -107,11 +127,12 @@ class NixlLink(Link):
 
     def receive(self) -> bytes:
         """See Link.receive."""
+        began = time.monotonic()
         while not self._messages:
             for messages in self._require_open().get_new_notifs().values():
                 self._messages.extend(messages)
             if not self._messages:
-                self._is_cut.wait(PAUSE)
+                self._is_cut.wait(PAUSE if time.monotonic() - began < QUIET else REST)
         return self._messages.popleft()
 
     def offer(self, number: int, row: torch.Tensor) -> int:
@@ -124,12 +145,18 @@ class NixlLink(Link):
 
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
         """See Link.read."""
-        agent, size = self._require_open(), row.numel()
-        ours = agent.get_xfer_descs([(row.data_ptr(), size, 0)], MEMORY)
-        theirs = agent.get_xfer_descs([(place, size, 0)], MEMORY)
-        handle = agent.initialize_xfer("READ", ours, theirs, self._peer)
-        self._reads[number] = handle
-        if agent.transfer(handle) == "ERR":
+        self.read_all([(number, place, row)])
+
+    def read_all(self, reads: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+        """See Link.read_all. One handle reads all rows, and one descriptor each run of rows."""
+        if not reads:
+            return
+        agent, runs = self._require_open(), runs_of(reads)
+        ours = agent.get_xfer_descs([(row, size, 0) for row, _, size in runs], MEMORY)
+        theirs = agent.get_xfer_descs([(place, size, 0) for _, place, size in runs], MEMORY)
+        posted = _Posted(agent.initialize_xfer("READ", ours, theirs, self._peer))
+        self._reads |= {number: posted for number, _, _ in reads}
+        if agent.transfer(posted.handle) == "ERR":
             raise LinkDown("NIXL cannot read from the other side")
 
     def drop(self, number: int, place: int) -> None:
@@ -137,21 +164,32 @@ class NixlLink(Link):
 
     def finish(self, number: int, timeout: float) -> None:
         """See Link.finish."""
-        handle = self._reads.get(number)
-        if handle is None:  # dropped
+        posted = self._reads.get(number)
+        if posted is None:  # dropped
             return
+        if not posted.state:
+            posted.state = self._wait_for(posted.handle, timeout)
+        del self._reads[number]
+        if posted.state != "DONE":
+            raise LinkDown("the connection has ended" if self._is_cut.is_set() else "NIXL could not read a frame")
+
+    def _wait_for(self, handle: Any, timeout: float) -> str:
+        """Wait until a handle has ended, and release it. Return its state."""
         agent, until = self._agent, time.monotonic() + timeout
-        while (state := agent.check_xfer_state(handle)) == "PROC":
+        while True:
+            began = time.monotonic()
+            state: str = agent.check_xfer_state(handle)
+            if state != "PROC":
+                agent.release_xfer_handle(handle)
+                return state
             if self._is_cut.is_set() or time.monotonic() > until:
                 self._let_go(agent, handle)
-            time.sleep(BRIEF)
-        agent.release_xfer_handle(handle)
-        del self._reads[number]
-        if state != "DONE":
-            raise LinkDown("NIXL could not read a frame")
+                return "ERR"
+            if time.monotonic() - began < BUSY:
+                time.sleep(BRIEF)
 
     def _let_go(self, agent: Any, handle: Any) -> None:
-        """Cancel a read, and raise when it has ended. The row must not be used before."""
+        """Cancel a read, and wait until it has ended. Its rows must not be used before."""
         with contextlib.suppress(Exception):
             agent.remove_remote_agent(self._peer)
         while True:
@@ -160,4 +198,17 @@ class NixlLink(Link):
             except Exception:  # it is under way still
                 time.sleep(PAUSE)
             else:
-                raise LinkDown("the connection has ended")
+                return
+
+
+def runs_of(reads: Sequence[tuple[int, int, torch.Tensor]]) -> list[tuple[int, int, int]]:
+    """Return (address of the row, place, bytes) of each run: rows that follow one another on both sides are one run."""
+    runs: list[tuple[int, int, int]] = []
+    for _, place, row in reads:
+        address, size = row.data_ptr(), row.numel()
+        if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (address, place):
+            last = runs.pop()
+            runs.append((last[0], last[1], last[2] + size))
+        else:
+            runs.append((address, place, size))
+    return runs

@@ -58,7 +58,7 @@ MOST_WANTS: Final = 4096
 SAID_AT_ONCE: Final = 256
 """Wants in one message, so that the other side begins while it hears the next."""
 AT_ONCE: Final = 64
-"""Frames that are reported together if more are on their way."""
+"""Frames that are reported together if more are on their way, at most."""
 KEPT: Final = 64
 """Prompts whose pages are looked up there, the newest ones, also after they were computed."""
 NUMBERS: Final = 1 << 30
@@ -143,7 +143,7 @@ class RemotePrefill(Tier):
         if self._pool is not None:
             raise InvalidRequest("this RemotePrefill serves a cache already; make one for each cache")
         self._pool, self._fingerprint = pool, fingerprint
-        self._window = max(1, self._window_bytes // pool.frame_bytes)
+        self._window = self._most_unsaid = max(1, self._window_bytes // pool.frame_bytes)
         self._rows = Rows(pool, self._window)
         self._at_exit = weakref.finalize(self, self._conversation.close, EXITING)
         self._conversation.start()
@@ -320,7 +320,7 @@ class RemotePrefill(Tier):
 
     def meet(self, message: Message) -> None:
         """See Side.meet."""
-        window_of(message, self.hello())
+        self._most_unsaid = max(1, min(AT_ONCE, window_of(message, self.hello()) // 4))
         self._reader = threading.Thread(target=self._finish_reads, name="pagedkv remote prefill reader", daemon=True)
         self._reader.start()
 
@@ -342,16 +342,23 @@ class RemotePrefill(Tier):
         offers, now = message.get("offers", ()), time.perf_counter()
         with self._lock:
             wants = [self._accept(number, total, now) for number, total, _ in offers]
-        for (number, total, place), want in zip(offers, wants, strict=True):
-            if not total:
-                continue
-            if self._reads.qsize() > self._window:
-                raise LinkDown("the other side has offered more frames than it may")
-            if want is None:
-                self._link.drop(number, place)
-            else:
-                self._link.read(number, place, self._rows.row(number, want.frame))
-            self._reads.put((number, want))
+        begun: list[tuple[int, _Want | None]] = []
+        reads: list[tuple[int, int, torch.Tensor]] = []
+        try:
+            for (number, total, place), want in zip(offers, wants, strict=True):
+                if not total:
+                    continue
+                if self._reads.qsize() + len(begun) > self._window:
+                    raise LinkDown("the other side has offered more frames than it may")
+                if want is None:
+                    self._link.drop(number, place)
+                else:
+                    reads.append((number, place, self._rows.row(number, want.frame)))
+                begun.append((number, want))
+            self._link.read_all(reads)
+        finally:  # the reader finishes also what was begun before an error
+            for read in begun:
+                self._reads.put(read)
         for number, is_computed in message.get("ends", ()):
             with self._lock:
                 if (ask := self._asks.get(number)) is not None:
@@ -395,13 +402,12 @@ class RemotePrefill(Tier):
     def _finish_reads(self) -> None:
         """Wait for the frames in their order, and verify them."""
         done: list[tuple[int, _Want | None, bool]] = []
-        most = max(1, min(AT_ONCE, self._window // 4))
         try:
             while (read := self._reads.get()) is not None:
                 number, want = read
                 self._link.finish(number, self._timeout)
                 done.append((number, want, want is not None and self._verify(want)))
-                if self._reads.empty() or len(done) >= most:
+                if self._reads.empty() or len(done) >= self._most_unsaid:
                     self._settle(done)
                     done.clear()
         except Exception:  # the keeper's calls fail, too
@@ -420,14 +426,20 @@ class RemotePrefill(Tier):
         return is_whole
 
     def _settle(self, done: Sequence[tuple[int, _Want | None, bool]]) -> None:
-        """Report pages, and give the credits of their frames back."""
+        """Report pages, and give the credits of their frames back: a fourth of the window at a time, and the last ones.
+
+        The other side still has three fourths, so a credit that is not said delays no frame.
+        """
         assert self._pool is not None
         now = time.perf_counter()
         with self._lock:
-            self._unsaid.setdefault("dones", []).extend(number for number, _, _ in done)
+            credits: list[int] = self._unsaid.setdefault("dones", [])
+            credits.extend(number for number, _, _ in done)
             for want, is_whole in [(want, is_whole) for _, want, is_whole in done if want is not None]:
                 self._stats.loaded += is_whole
                 self._stats.loaded_bytes += is_whole * self._pool.frame_bytes
                 self._stats.loaded_seconds += now - want.began
                 self._end(want, "" if is_whole else CORRUPT)
-        self._conversation.wake()
+            is_due = len(credits) >= self._most_unsaid or not self._wants
+        if is_due:
+            self._conversation.wake()

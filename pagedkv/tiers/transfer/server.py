@@ -55,8 +55,10 @@ from pagedkv.tiers.transfer.rows import Rows
 
 MOST_WANTS: Final = 16_384
 """Wants that the other side may have at a time."""
-AT_ONCE: Final = 64
-"""Frames whose checksums are taken before they are offered in one message."""
+AT_ONCE: Final = 8 << 20
+"""Bytes of the frames that one message offers, or one frame. The other side reads the frames of a message while this
+side takes the checksums of the next ones.
+"""
 
 
 @dataclass(eq=False)
@@ -130,6 +132,7 @@ class PrefillServer(Tier):
             raise InvalidRequest("this PrefillServer serves a cache already; make one for each cache")
         self._pool, self._fingerprint = pool, fingerprint
         self._most = max(1, self._window_bytes // pool.frame_bytes)
+        self._at_once = max(1, AT_ONCE // pool.frame_bytes)
         self._rows = Rows(pool.now(), self._most)
         self._at_exit = weakref.finalize(self, self._conversation.close, EXITING)
         self._conversation.start()
@@ -365,7 +368,7 @@ class PrefillServer(Tier):
     def _next_wants(self) -> list[_Want]:
         """Return wants that can be answered now, as many as the window has place for."""
         wants: list[_Want] = []
-        most = min(AT_ONCE, self._window - len(self._offered))
+        most = min(self._at_once, self._window - len(self._offered))
         while self._ready and len(wants) < most:
             number, want = self._ready.popitem(last=False)
             del self._wants[number]

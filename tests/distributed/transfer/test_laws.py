@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import pytest
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.transfer import DistributedLink, PrefillServer, RemotePrefill, remote, rows
+from pagedkv.tiers.transfer.messages import decode
 from tests.tiers.stores import free_port
 from tests.tiers.world import SIZE, SPEC, World
 
@@ -103,6 +105,32 @@ def test_no_more_frames_are_under_way_than_the_window_holds() -> None:
     with Sides(num_frames=128, server={"window": 3 * size}, remote={"window": 9 * size}) as sides, sides.serving():
         assert sides.run(list(range(300))) == pages(300)
         assert 1 <= sides.link.most <= 3
+
+
+def test_offers_and_credits_are_said_for_many_frames_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedkv.tiers.transfer.server.AT_ONCE", 8 * 512)  # bytes: 8 frames
+    monkeypatch.setattr("pagedkv.tiers.transfer.remote.AT_ONCE", 16)
+    ids, said = list(range(129)), {"offers": list[int](), "dones": list[int]()}
+    with Sides() as sides:
+        for link in (sides.link, sides.other_link):
+            send = link.send
+
+            def listened(content: bytes, timeout: float, send: Callable[[bytes, float], None] = send) -> None:
+                for name, what in decode(content).items():
+                    if name in said:
+                        said[name].append(len(what))
+                send(content, timeout)
+
+            monkeypatch.setattr(link, "send", listened)
+        sides.prefill.run(ids)
+        with sides.serving():
+            assert sides.run(ids) == 128
+        until = time.monotonic() + 5
+        while sides.server._offered and time.monotonic() < until:
+            time.sleep(0.01)
+    assert sum(said["offers"]) == sum(said["dones"]) == 32
+    assert max(said["offers"]) == 8
+    assert len(said["dones"]) <= 2
 
 
 def test_wants_beyond_the_most_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
+from pagedkv.checkpoint.records import DEMO_ANSWER
 from pagedkv.errors import InvalidRequest
 from pagedkv.model import Engine
+from pagedkv.model.prefills import servers_at
 from pagedkv.sampling.params import SamplingParams
-from pagedkv.tiers.transfer import NixlLink
+from pagedkv.tiers.from_text import tiers_of
+from pagedkv.tiers.transfer import DistributedLink, NixlLink, link_at
+from pagedkv.tiers.transfer.nixl import runs_of
 from tests.tiers.stores import free_port
 
 from .engines import DECODE, FRAMES, ROOT, Process, prefill_process
@@ -35,11 +41,68 @@ print("all held", flush=True)
 os._exit(0)
 """
 
+IDLE = """
+import os, time
+from pagedkv.tiers.transfer import NixlLink
+from tests.distributed.transfer.sides import Sides
+
+with Sides(num_frames=48, link=NixlLink) as sides:
+    before = time.process_time()
+    time.sleep(2.0)
+    print((time.process_time() - before) / 2.0, flush=True)  # of a core, for both sides
+    os._exit(0)
+"""
+
 
 def test_without_the_package_a_link_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(InvalidRequest, match="pip install --no-deps nixl nixl-cu12"):
         NixlLink("127.0.0.1:7000")
+
+
+def test_rows_that_follow_one_another_on_both_sides_are_read_as_one_run() -> None:
+    rows = torch.empty(6, 64, dtype=torch.uint8)
+    at = rows.data_ptr()
+    places = {0: 640, 1: 704, 2: 768, 4: 832, 5: 1000}  # row: place there
+    runs = runs_of([(number, place, rows[row]) for number, (row, place) in enumerate(places.items())])
+    assert runs == [(at, 640, 192), (at + 4 * 64, 832, 64), (at + 5 * 64, 1000, 64)]
+
+
+def test_an_address_names_its_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(link_at("[::1]:7000"), DistributedLink)
+    assert isinstance(link_at("nixl:7000"), DistributedLink)  # a machine of this name
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    for tiers in (lambda: tiers_of(["prefill:nixl:127.0.0.1:7000"]), lambda: servers_at(["nixl:127.0.0.1:7000"])):
+        with pytest.raises(InvalidRequest, match="pip install --no-deps nixl nixl-cu12"):
+            tiers()
+
+
+@pytest.mark.slow
+def test_a_link_by_nixl_that_waits_takes_no_core() -> None:
+    pytest.importorskip("nixl", reason="no NIXL: pip install --no-deps nixl nixl-cu12")
+    ended = subprocess.run(
+        [sys.executable, "-c", IDLE], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 0.5
+
+
+@pytest.mark.slow
+def test_the_command_prefills_over_nixl() -> None:
+    pytest.importorskip("nixl", reason="no NIXL: pip install --no-deps nixl nixl-cu12")
+    address, command = f"nixl:127.0.0.1:{free_port()}", [sys.executable, "-m", "pagedkv"]
+    with subprocess.Popen(
+        [*command, "prefill", "--listen", address], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as there:
+        assert there.stderr is not None
+        assert any(line.startswith("computing prompts") for line in iter(there.stderr.readline, ""))
+        asked = [*command, "generate", "--json", "--tier", f"prefill:{address}"]
+        found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        there.send_signal(signal.SIGTERM)
+        assert there.wait(30) == 0
+    assert found.returncode == 0, found.stderr
+    answer = json.loads(found.stdout)
+    assert (answer["text"], answer["usage"]["cached_tokens"]) == (DEMO_ANSWER, 288)
 
 
 @pytest.mark.slow
