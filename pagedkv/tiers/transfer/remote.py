@@ -428,7 +428,8 @@ class RemotePrefill(Tier):
     def _settle(self, done: Sequence[tuple[int, _Want | None, bool]]) -> None:
         """Report pages, and give the credits of their frames back: a fourth of the window at a time, and the last ones.
 
-        The other side still has three fourths, so a credit that is not said delays no frame.
+        The other side still has three fourths, so a credit that is not said delays no frame. Wants that wait for a
+        place are said at once.
         """
         assert self._pool is not None
         now = time.perf_counter()
@@ -440,6 +441,6 @@ class RemotePrefill(Tier):
                 self._stats.loaded_bytes += is_whole * self._pool.frame_bytes
                 self._stats.loaded_seconds += now - want.began
                 self._end(want, "" if is_whole else CORRUPT)
-            is_due = len(credits) >= self._most_unsaid or not self._wants
+            is_due = len(credits) >= self._most_unsaid or bool(self._waiting) or not self._wants
         if is_due:
             self._conversation.wake()
