@@ -6,8 +6,9 @@
 The sides find one another through the same store as those of DistributedLink, where each leaves the description of its
 agent. Notifications and the ends of reads are polled, since NIXL has no call that waits.
 
-The agent has no progress thread: that of NIXL 1.5.1 polls without pause, and takes a core from the model on each side.
-Each poll makes progress instead. Over shared memory a read copies its bytes in the call that posts it.
+The agent has no progress thread. The progress thread of NIXL 1.5.1 polls without pause, and takes a core from the model
+on each side. Each poll of this file makes progress instead. Over shared memory a read copies its bytes in the call that
+posts it.
 """
 
 from __future__ import annotations
