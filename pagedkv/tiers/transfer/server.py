@@ -55,7 +55,7 @@ from pagedkv.tiers.transfer.rows import Rows
 
 MOST_WANTS: Final = 16_384
 """Wants that the other side may have at a time."""
-AT_ONCE: Final = 8 << 20
+AT_ONCE: Final = 16 << 20
 """Bytes of the frames that one message offers, or one frame. The other side reads the frames of a message while this
 side takes the checksums of the next ones.
 """
