@@ -90,6 +90,7 @@ def test_a_step_is_timed_with_the_weights_that_its_row_names(tiny, tmp_path):
 
 
 def test_events_on_and_off_take_turns_and_a_row_says_which_were_undisturbed(monkeypatch):
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     monkeypatch.setattr(events, "STEPS", 2)
     on, off, share = events.measured((2,), turns=3)
     assert (on["variant"], off["variant"], share["case"]) == ("on", "off", "events, record")
