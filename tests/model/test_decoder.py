@@ -69,7 +69,11 @@ def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tens
 @pytest.mark.parametrize("chunk", [1000, 13], ids=["whole", "chunked"])
 @pytest.mark.parametrize(
     ("name", "block_size"),
-    [(name, size) for name in CHECKPOINTS for size in ((1, 16, 32) if name in FAMILIES else (16,))],
+    [
+        pytest.param(name, size, marks=[] if size == 16 else [pytest.mark.slow])
+        for name in CHECKPOINTS
+        for size in ((1, 16, 32) if name in FAMILIES else (16,))
+    ],
 )
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     checkpoint: Any, name: str, chunk: int, block_size: int

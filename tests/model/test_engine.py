@@ -75,7 +75,7 @@ def idle(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("prefill_chunk", [None, 13])
-@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("block_size", [1, 16, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(
     name: str, block_size: int, prefill_chunk: int | None, checkpoint: Callable[[str], Checkpoint]

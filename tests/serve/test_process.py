@@ -122,6 +122,7 @@ def test_ctrl_c_is_status_130_and_an_open_address_without_a_key_is_named(extra: 
         assert server.end(signal.SIGINT) == (130, "")
 
 
+@pytest.mark.slow
 def test_a_window_with_sinks_holds_a_text_that_the_pool_does_not(extra: None) -> None:
     """1,000 tokens take 64 frames without a window."""
     from pagedkv.model import Engine, SamplingParams
