@@ -87,8 +87,8 @@ class Checkpoint:
     folder: Path
     model: Any
 
-    def decoder(self) -> Decoder:
-        return Decoder.load(self.folder, dtype="float32")
+    def decoder(self, device: str = "cpu") -> Decoder:
+        return Decoder.load(self.folder, dtype="float32", device=device)
 
     @torch.inference_mode()
     def logits(self, prompt: list[int]) -> Tensor:

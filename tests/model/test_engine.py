@@ -33,7 +33,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 LENGTHS = (5, 150, 71)
 NUM_TOKENS = 64
 
-_decoders: dict[str, Decoder] = {}
+_decoders: dict[tuple[str, str], Decoder] = {}
 _expected: dict[str, list[list[int]]] = {}
 
 
@@ -48,8 +48,9 @@ def build(
     **options: Any,
 ) -> Engine:
     """Build an engine over a random checkpoint. The words of its tokenizer are w0, w1, .."""
-    key = str(checkpoint.folder)
-    decoder = _decoders.setdefault(key, checkpoint.decoder())
+    device = options.get("device", "cpu")
+    key = str(checkpoint.folder), device
+    decoder = _decoders.setdefault(key, checkpoint.decoder(device))
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     cache = PagedKVCache(decoder.config.spec(block_size=block_size), num_frames=num_frames, **options)
@@ -199,7 +200,7 @@ def test_a_seed_gives_the_same_tokens_beside_any_other_requests(checkpoint: Call
 
 def by_hand(checkpoint: Checkpoint, prompt: list[int], params: SamplingParams, index: int) -> list[int]:
     """Draw the tokens of sample `index` with one generator from the decoder's logits: no engine, cache or scheduler."""
-    paging = Paging(_decoders[str(checkpoint.folder)], block_size=16, num_frames=12, num_sequences=1)
+    paging = Paging(_decoders[str(checkpoint.folder), "cpu"], block_size=16, num_frames=12, num_sequences=1)
     generator, tokens, new = params.generator(index), [], prompt
     for _ in range(params.max_tokens):
         token = int(sample(paging.step({0: new})[-1:], [SamplingRow(params, generator)]).tokens)

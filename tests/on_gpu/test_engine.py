@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import tokenizers
 
-from pagedkv.cache import PagedKVCache
-from pagedkv.checkpoint.tokenizer import Tokenizer
-from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.engine import Limits
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.tiers import HostTier
-from tests.model.conftest import VOCAB, Checkpoint, prompt_of
+from tests.model.conftest import prompt_of
+from tests.model.test_engine import build, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.model.conftest import Checkpoint
+
 LENGTHS = (5, 61, 100, 33)
 NUM_TOKENS = 24
-
-
-def build(made: Checkpoint, device: str, num_frames: int = 200, **options: Any) -> Engine:
-    """Build an engine on a device. The words of its tokenizer are w0, w1, .."""
-    decoder = Decoder.load(made.folder, dtype="float32", device=device)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    limits = options.pop("limits", None)
-    cache = PagedKVCache(decoder.config.spec(block_size=16), num_frames=num_frames, device=device, **options)
-    return Engine(decoder, Tokenizer(words), cache, limits=limits)
-
-
-def tokens(requests: list[Any]) -> list[list[int]]:
-    return [completion.token_ids for request in requests for completion in request.completions]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2"])
@@ -42,10 +28,10 @@ def test_greedy_tokens_are_those_of_transformers(
     """Twice: the second time the prompts are found, and a GPU replays its graphs."""
     made = checkpoint(name)
     want = [made.generate(prompt_of(length), NUM_TOKENS) for length in LENGTHS]
-    engine = build(made, device, limits=Limits(prefill_chunk=40))
+    engine = build(made, device=device, limits=Limits(prefill_chunk=40))
     for _ in range(2):
         requests = engine.generate([prompt_of(length) for length in LENGTHS], SamplingParams(max_tokens=NUM_TOKENS))
-        assert tokens(requests) == want
+        assert outputs(requests) == want
     assert requests[2].completions[0].cached_tokens >= 96 - 16
     engine.cache.check(3)
 
@@ -53,15 +39,15 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_a_pool_too_small_for_all_costs_time_and_no_token(device: str, checkpoint: Callable[[str], Checkpoint]) -> None:
     made, params = checkpoint("llama"), SamplingParams(max_tokens=NUM_TOKENS)
     want = [made.generate(prompt_of(length), NUM_TOKENS) for length in LENGTHS]
-    engine = build(made, device, num_frames=14)
-    assert tokens(engine.generate([prompt_of(length) for length in LENGTHS], params)) == want
+    engine = build(made, device=device, num_frames=14)
+    assert outputs(engine.generate([prompt_of(length) for length in LENGTHS], params)) == want
     assert engine.scheduler.preemptions > 0
 
 
 def test_samples_of_one_prompt_share_it_and_differ(device: str, checkpoint: Callable[[str], Checkpoint]) -> None:
-    engine = build(checkpoint("llama"), device)
+    engine = build(checkpoint("llama"), device=device)
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
-    first, second = (tokens(engine.generate([prompt_of(61)], params, num_samples=4)) for _ in range(2))
+    first, second = (outputs(engine.generate([prompt_of(61)], params, num_samples=4)) for _ in range(2))
     assert first == second
     assert len({tuple(each) for each in first}) > 1
 
@@ -69,10 +55,12 @@ def test_samples_of_one_prompt_share_it_and_differ(device: str, checkpoint: Call
 def test_prompts_come_back_from_host_memory(device: str, checkpoint: Callable[[str], Checkpoint]) -> None:
     made, params = checkpoint("llama"), SamplingParams(max_tokens=8)
     prompts = [prompt_of(100, seed=seed) for seed in range(6)]
-    want = tokens(build(made, device).generate(prompts, params))
-    engine = build(made, device, num_frames=16, tiers=[HostTier("32MiB")], model="m", limits=Limits(max_sequences=2))
+    want = outputs(build(made, device=device).generate(prompts, params))
+    engine = build(
+        made, device=device, num_frames=16, tiers=[HostTier("32MiB")], model="m", limits=Limits(max_sequences=2)
+    )
     for _ in range(2):
-        assert tokens(engine.generate(prompts, params)) == want
+        assert outputs(engine.generate(prompts, params)) == want
         assert engine.cache.tiers.flush(30)
     assert engine.cache.tiers.stats()["host"].loaded > 0
     engine.cache.tiers.close()

@@ -48,7 +48,7 @@ def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_pa
     cache = PagedKVCache(GROUPS[groups], model="m", num_frames=FRAMES, tiers=tiers, match=match)
     world, fetches, fetched = World(cache), [], 0
     trunks = [[draw.randrange(50) for _ in range(30)] for _ in range(6)]
-    for turn in range(250):
+    for turn in range(350):
         ids = draw.choice(trunks)[: draw.randrange(1, 31)] + [draw.randrange(50) for _ in range(draw.randrange(1, 9))]
         tenant, salt = draw.choice([b"", b"acme"]), draw.choice([b"", b"", b"adapter"])
         verb = draw.choices(
@@ -84,7 +84,7 @@ def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_pa
         world.check_found(ids, tenant, salt)
         if turn % 10 == 0:
             cache.check()
-    assert fetched > 5  # 20 and more on a quiet machine
+    assert fetched > 20
     cache.tiers.close()
     cache.check()
     now = cache.stats()

@@ -147,7 +147,7 @@ OF_EVENTS = ("events", "snapshot", "page changes")
 
 
 @pytest.mark.parametrize("kind", MANAGERS)
-@pytest.mark.parametrize("at_most", [3, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("at_most", [5, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(
     call: str, kind: str, at_most: int, monkeypatch: pytest.MonkeyPatch

@@ -49,7 +49,7 @@ def byte_tokenizer(merges: list[tuple[str, str]] | None = None) -> Tokenizer:
 
 
 def engine_of(checkpoint: Checkpoint, num_frames: int = 400, **options: Any) -> Engine:
-    decoder = _decoders.setdefault(str(checkpoint.folder), checkpoint.decoder())
+    decoder = _decoders.setdefault((str(checkpoint.folder), "cpu"), checkpoint.decoder())
     return Engine(decoder, byte_tokenizer(), PagedKVCache(decoder.config.spec(), num_frames=num_frames), **options)
 
 

@@ -58,14 +58,14 @@ def same(got: list[Any], want: list[Any]) -> bool:
     return True
 
 
-SOME = [("gemma2", 3), ("mistral", 2)]
-"""Checkpoints with windows, and numbers of beams: slow tests, as pages behind windows have tests of their own."""
+WITH_WINDOWS = [("gemma2", 3), ("mistral", 2)]
+"""Checkpoints with windows, and numbers of beams. They are slow tests: other tests cover pages behind windows."""
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -0.7])
 @pytest.mark.parametrize(
-    ("name", "num_beams"), [("llama", 4), *(pytest.param(*some, marks=pytest.mark.slow) for some in SOME)]
+    ("name", "num_beams"), [("llama", 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in WITH_WINDOWS)]
 )
 def test_beams_are_those_of_transformers(
     name: str, num_beams: int, length_penalty: float, early_stopping: Any, checkpoint: Callable[[str], Checkpoint]
