@@ -54,17 +54,17 @@ def measured(batches: Sequence[int] = BATCHES, turns: int = TURNS) -> list[dict[
     for batch in batches:
         requests = models.filled(engine, batch, CONTEXT)
         shares: list[float] = []
-        measured = Turns((ON, OFF), turns, "events")
-        for order in measured:
+        timed = Turns((ON, OFF), turns, "events")
+        for order in timed:
             for variant in order:
                 engine.events = _Clocked() if variant == ON else None
                 engine.step()  # its first step records the admission of all
                 (seconds, of_record), _, is_clean = watched(lambda: _steps(engine))
-                measured.add(variant, seconds, is_clean)
+                timed.add(variant, seconds, is_clean)
                 shares += of_record
         engine.events = None
         models.emptied(engine, requests)
-        rows += _rows({"batch": batch, "context": CONTEXT}, measured.timings(), shares[STEPS:])
+        rows += _rows({"batch": batch, "context": CONTEXT}, timed.timings(), shares[STEPS:])
     return rows
 
 

@@ -58,14 +58,12 @@ MUSTS: Final = {
 
 Row = dict[str, Any]
 Taken = tuple[float, bool]
+"""Seconds, and whether they were clean."""
 
 
 def kv_bytes(batch: int, context: int) -> int:
     """Return the bytes of K and V at the end of a turn. Several caches and what fills them take four times as much."""
     return 2 * 12 * 4 * 64 * 2 * batch * (context + STEPS)
-
-
-"""Seconds, and whether they were clean."""
 
 
 def model_of(seed: int = 0) -> Any:

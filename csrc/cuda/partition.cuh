@@ -127,11 +127,9 @@ template <int ROWS, int STEP_TOKENS, int TAIL = 0> struct Partition {
                 if constexpr (TAIL) {  // a CTA that takes this tail must see no other share beside the fingerprint
                     ptx::write(&record->fingerprint, u64{0});
                     ptx::fence();
-                    write_record(record);
-                    ptx::fence();
-                } else {
-                    write_record(record);
                 }
+                write_record(record);
+                if constexpr (TAIL) ptx::fence();
                 ptx::write(&record->fingerprint, now);
             }
         }

@@ -92,11 +92,11 @@ def prefill(job: PrefillJob) -> int:
     with announced(quiet=False) as screen:
         from pagedkv.cli.generate import device  # torch, while other processes compile
         from pagedkv.model import Engine, Limits, serve_prefills
-        from pagedkv.model.prefills import servers_at
+        from pagedkv.model.prefills import network_address, servers_at
 
         servers = servers_at(job.listen)
         for address in job.listen:
-            host, _, port = address.removeprefix("nixl:").rpartition(":")
+            host, _, port = network_address(address).rpartition(":")
             bound(host.strip("[]"), int(port), "--listen").close()
         loading = {**job.loading, "device": device(job.loading["device"])}
         loading["tiers"] = [*loading["tiers"], *servers]

@@ -64,6 +64,13 @@ def servers_at(addresses: Sequence[str]) -> list[PrefillServer]:
     return [PrefillServer(link_at(address), key=debug.tier_key()) for address in addresses]
 
 
+def network_address(address: str) -> str:
+    """Return the "HOST:PORT" of an address, see `link_at`."""
+    from pagedkv.tiers.transfer import kind_and_address
+
+    return kind_and_address(address)[1]
+
+
 def _submit(engine: Engine, prompt: AskedPrompt) -> Request | None:
     """Queue a prompt. None: it is not wanted any more, or the engine cannot compute it."""
     if prompt.is_cancelled or prompt.salt:

@@ -7,6 +7,7 @@ Both are tiers. So what holds for tiers holds here: a page that does not come, o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from pagedkv.tiers.transfer.distributed import DistributedLink
@@ -25,5 +26,11 @@ BY_NIXL: Final = "nixl:"
 
 def link_at(text: str) -> Link:
     """Return the link to "HOST:PORT" by torch.distributed, or to "nixl:HOST:PORT" by NIXL. Raises: InvalidRequest"""
-    is_nixl = text.startswith(BY_NIXL) and text.count(":") > 1
-    return NixlLink(text.removeprefix(BY_NIXL)) if is_nixl else DistributedLink(text)
+    make, address = kind_and_address(text)
+    return make(address)
+
+
+def kind_and_address(text: str) -> tuple[Callable[[str], Link], str]:
+    """Return the class of the link that `link_at` makes, and the "HOST:PORT" in `text`."""
+    address = text.removeprefix(BY_NIXL)
+    return (NixlLink, address) if address != text and ":" in address else (DistributedLink, text)
