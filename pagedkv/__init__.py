@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagedkv.errors import InvariantViolation, KernelUnavailable, OutOfFrames, PagedKVError
     from pagedkv.kernels.args import KVLayer, PagedBatch
     from pagedkv.kernels.bound import bind_attention, bind_write
+    from pagedkv.kernels.linear import linear
     from pagedkv.kernels.ops import copy_frames, explain, gather_kv, merge_states, paged_attention, write_kv
     from pagedkv.spec import KVSpec
 
@@ -37,6 +38,7 @@ _HOME = {
     "copy_frames": "pagedkv.kernels.ops",
     "explain": "pagedkv.kernels.ops",
     "gather_kv": "pagedkv.kernels.ops",
+    "linear": "pagedkv.kernels.linear",
     "merge_states": "pagedkv.kernels.ops",
     "paged_attention": "pagedkv.kernels.ops",
     "write_kv": "pagedkv.kernels.ops",
@@ -57,6 +59,7 @@ __all__ = [
     "copy_frames",
     "explain",
     "gather_kv",
+    "linear",
     "merge_states",
     "paged_attention",
     "write_kv",

@@ -112,7 +112,8 @@ MODEL_NAMES = "Completion Engine Limits Request SamplingParams serve_prefills".s
 """The public names of `pagedkv.model`. Its modules are a reference to read, not an interface to build on."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache
-PagedKVError bind_attention bind_write copy_frames explain gather_kv merge_states paged_attention write_kv""".split()
+PagedKVError bind_attention bind_write copy_frames explain gather_kv linear merge_states paged_attention
+write_kv""".split()
 
 FILE_LINES_P90, FILE_LINES_MAX = 400, 600
 FUNCTION_LINES_P90, FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 35, 60, 120

@@ -12,7 +12,7 @@ TITLES: Final = {
     "batch": "New tokens per second of generate_batch",
     "memory": "Peak memory above the model, MiB",
 }
-OURS: Final = {"pages": "ours", "pages int8": "also"}
+OURS: Final = {"pages": "ours", "pages int8": "also", "pages, F.linear": "also"}
 
 
 def charts(rows: list[dict[str, Any]]) -> list[Chart]:

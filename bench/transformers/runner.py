@@ -1,5 +1,7 @@
 """Speed and memory of `model.generate`: DynamicCache, StaticCache, pages, pages of int8. They take turns.
 
+"pages, F.linear" leaves the linear layers to torch, so that it differs from the caches of the host by its cache alone.
+
     decode      STEPS tokens after a context whose K and V are random; generate() runs as a user calls it
     prefill     the first token of a prompt of random ids
     prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
@@ -40,7 +42,8 @@ from pagedkv.integrations.transformers.batching import NEEDED
 from pagedkv.integrations.transformers.geometry import CACHE, HOST
 
 STEPS: Final = 16
-VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")
+PLAIN: Final = "pages, F.linear"
+VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8", PLAIN)
 SHAPES: Final = ((8, 8192), (1, 8192), (8, 2048), (1, 2048))
 """(sequences, tokens of context)."""
 QUICK: Final = ((1, 2048),)
@@ -101,7 +104,8 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
 
 def decode(variant: str, model: Any, pools: dict[str, Pool], shape: tuple[int, int]) -> Taken:
     """Return the seconds in which generate() makes STEPS tokens."""
-    return decode_from(filled(variant, model, pools, *shape), model, shape)
+    with served(variant, model, pools):
+        return decode_from(filled(variant, model, pools, *shape), model, shape)
 
 
 def decode_from(cache: Any, model: Any, shape: tuple[int, int]) -> float:
@@ -121,26 +125,36 @@ def first_token(variant: str, model: Any, pools: dict[str, Pool], ids: torch.Ten
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if variant not in pools:
         options[CACHE] = transformers.DynamicCache(config=model.config)
-    return on_this_cpu(lambda: model.generate(input_ids=ids, **options))
+    with served(variant, model, pools):
+        return on_this_cpu(lambda: model.generate(input_ids=ids, **options))
 
 
 @contextmanager
-def patched(model: Any) -> Iterator[dict[str, Pool]]:
-    """Yield the pools of the variants with pages. The model has hooks, which leave the other caches to the host."""
-    handle = patch(model)
-    whole = handle.pool
-    small = Pool.for_model(model, kv_dtype="int8")
+def pools_of(model: Any) -> Iterator[dict[str, Pool]]:
+    """Yield the pools of the variants with pages."""
+    whole, small = Pool.for_model(model), Pool.for_model(model, kv_dtype="int8")
     try:
-        yield {"pages": whole, "pages int8": small}
+        yield {"pages": whole, "pages int8": small, PLAIN: whole}
     finally:
         small.close()
-        handle.unpatch()
+        whole.close()
+
+
+@contextmanager
+def served(variant: str, model: Any, pools: dict[str, Pool]) -> Iterator[None]:
+    """Patch the model meanwhile, if the variant has pages."""
+    handle = patch(model, pool=pools[variant], fast_linears=variant != PLAIN) if variant in pools else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.unpatch()
 
 
 def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row], None]) -> None:
     """Measure all cases, and hand each row to `report` as soon as it is complete."""
     model = model_of()
-    with patched(model) as pools, torch.no_grad():
+    with pools_of(model) as pools, torch.no_grad():
         for shape in shapes:
             decode("pages", model, pools, (1, 64))  # compile
             times = in_turns(VARIANTS, turns, lambda variant, shape=shape: decode(variant, model, pools, shape))
@@ -270,7 +284,7 @@ def memory(variant: str, shape: tuple[int, int]) -> float:
 def report_memory(report: Callable[[Row], None], shape: tuple[int, int]) -> None:
     """Report the peak of each variant, beside the bytes of K and V."""
     held = kv_bytes(*shape) / 2**20
-    for variant in track(VARIANTS, "memory"):
+    for variant in track([name for name in VARIANTS if name != PLAIN], "memory"):
         report(
             {
                 "case": "memory", "batch": shape[0], "context": shape[1], "variant": variant, "unit": "MiB",
@@ -293,14 +307,15 @@ def _new_peak() -> float:
 
 def _measure_memory(variant: str, batch: int, context: int) -> None:
     model = model_of()
-    with patched(model) as pools, torch.no_grad():
+    with pools_of(model) as pools, torch.no_grad():
         for warm in VARIANTS:
             decode(warm, model, pools, (batch, 64))
-        before = _new_peak()
-        cache = filled(variant, model, pools, batch, context)
-        _new_peak()  # that of the tensors which filled the cache is no part of decoding
-        decode_from(cache, model, (batch, context))
-        print(json.dumps(_peak_mib() - before))
+        with served(variant, model, pools):
+            before = _new_peak()
+            cache = filled(variant, model, pools, batch, context)
+            _new_peak()  # that of the tensors which filled the cache is no part of decoding
+            decode_from(cache, model, (batch, context))
+            print(json.dumps(_peak_mib() - before))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ patching   hooks, generate() and unpatch()        ─▶ cache ─▶ pool ─�
 cache      PagedCache: one batch of sequences, its steps, beams and rollbacks
 attention  the attention function "pagedkv", and its mask function
 pool       Pool: the frames that the caches of one model share
+linears    linear layers that read their weights faster than torch's in steps of few tokens
 geometry   what a config asks of a cache, and what is refused
 trial      proves on a few tokens that a model computes the same as without pages
 batching   generate_batch() of transformers, with our kernels over its own pool

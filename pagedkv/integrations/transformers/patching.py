@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers import trial
+from pagedkv.integrations.transformers import linears, trial
 from pagedkv.integrations.transformers.attention import ACTIVE, IN_CONFIG, register
 from pagedkv.integrations.transformers.batching import BATCHING_NAME
 from pagedkv.integrations.transformers.cache import PagedCache, has_padding_behind
@@ -51,11 +51,14 @@ def patch(
     block_size: int = 16,
     prefix_cache: bool = True,
     pool: Pool | None = None,
+    fast_linears: bool = True,
 ) -> Patched:
     """Let `model.generate` keep K and V in pages from now on, and attend to them where they lie.
 
     The model computes a few tokens with pages and without, and is refused if the logits differ.
     memory, kv_dtype, block_size, prefix_cache: see Pool. pool: one made before, Pool.for_model(model).
+    fast_linears: whether linear layers on a CPU compute few tokens with our operation: it reads weights faster than
+                  torch, and adds in another order.
     Returns: a handle with `pool` and `unpatch()`
     Raises:  InvalidRequest for a model that pages cannot serve; the model is unchanged then
     """
@@ -83,7 +86,8 @@ def patch(
         "block_size": block_size,
         "prefix_cache": prefix_cache,
     }
-    return Patched(model, Pool(model.config, **options) if pool is None else pool, owns_pool=pool is None)
+    made = Pool(model.config, **options) if pool is None else pool
+    return Patched(model, made, owns_pool=pool is None, with_linears=fast_linears)
 
 
 def unpatch(model: Any) -> None:
@@ -103,7 +107,7 @@ class Patched:
                       faster than the cache of the host.
     """
 
-    def __init__(self, model: Any, pool: Pool, *, owns_pool: bool) -> None:
+    def __init__(self, model: Any, pool: Pool, *, owns_pool: bool, with_linears: bool) -> None:
         self.model, self.pool = model, pool
         self.attends_to_pages = True
         self._owns_pool, self._made_for = owns_pool, (model.dtype, model.device)
@@ -112,9 +116,11 @@ class Patched:
         self._rest = next((name for name, one in self._takes.parameters.items() if one.kind is one.VAR_KEYWORD), "")
         self._shares_keys = len(pool.geometry.cached) < len(pool.geometry.windows)
         self._hooks: list[Any] = []
+        self._linears: list[torch.nn.Linear] = []
         pool.claim(model)
         shapes = shapes_of(model, pool.geometry)
         try:
+            self._linears = linears.install(model) if with_linears else []
             self._install()
             self.attends_to_pages = trial.served(model, model.config, shapes, self._paging)
             self._shapes = shapes
@@ -122,6 +128,11 @@ class Patched:
         except BaseException:
             self._remove()
             raise
+
+    @property
+    def num_linears(self) -> int:
+        """The linear layers that are ours. Zero on a GPU, or with fast_linears=False."""
+        return len(self._linears)
 
     @property
     def _reuses(self) -> bool:
@@ -151,7 +162,8 @@ class Patched:
     def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        linears.remove(self._linears)
+        self._hooks, self._linears = [], []
         IN_CONFIG.take(self._config, lambda user: user[1] == id(self))
         if vars(self.model).get(_ATTRIBUTE) is self:
             del vars(self.model)[_ATTRIBUTE]

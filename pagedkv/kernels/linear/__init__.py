@@ -12,22 +12,26 @@ limit, and torch's matrix products are used.
     any other       `reference`: these kernels only attend
 
 Weights are a tensor, or a `Matrix` of integers with scales (matrix.py), of which a step reads fewer bytes.
+`pagedkv.linear` is one such layer for other engines.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from pagedkv import debug
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.linear import cpu
 from pagedkv.kernels.linear.matrix import Matrix
 from pagedkv.kernels.linear.reference import Operations
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Matrix", "Operations", "choose"]
+__all__ = ["Matrix", "Operations", "choose", "linear"]
 
 
 def choose(device: torch.device, dtype: torch.dtype, num_tokens: int, backend: str | None = None) -> Operations:
@@ -41,3 +45,47 @@ def choose(device: torch.device, dtype: torch.dtype, num_tokens: int, backend: s
     if backend in (registry.AUTO, "cpu") and not cpu.objections(device, dtype, num_tokens):
         return cpu.Body()
     return Operations()
+
+
+def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Return x W^T + bias, as torch.nn.functional.linear. Up to 32 rows of x read W at the speed of memory on a CPU.
+
+    torch computes more rows, and what the C++ operation does not serve: other devices, float64, gradients, autocast.
+    A graph of torch.compile calls one operator. Sums may be added in another order than torch's.
+
+    backend: a kernel's name; None for PAGEDKV_KERNELS, or else the fastest.
+    Shapes:  x [..., K]; weights [N, K], row-major; bias [N]; returns [..., N]
+    Dtypes:  float32, bfloat16 or float16, the same for all
+    Raises:  InvalidRequest if the columns of x are not those of the weights
+    """
+    if x.shape[-1:] != weights.shape[1:]:
+        raise InvalidRequest(
+            f"x has shape {list(x.shape)} and the weights {list(weights.shape)}; give x [..., K] and weights [N, K]"
+        )
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+    if needs_gradient or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weights, bias)
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.pagedkv.linear.default(x, weights, bias, backend)
+        return found
+    return _linear(x, weights, bias, backend)
+
+
+def _linear(x: Tensor, weights: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+    *leading, num_columns = x.shape
+    num_rows = math.prod(leading)
+    ops = choose(x.device, x.dtype, num_rows, backend)
+    if type(ops) is Operations:
+        return F.linear(x, weights, bias)
+    rows = x if len(leading) == 1 else x.reshape(num_rows, num_columns)
+    bias = None if bias is None else bias.detach()  # the C++ code takes no subclass of Tensor, such as Parameter
+    found = ops.norm_linear(rows, None, weights.detach(), bias, 0.0)
+    return found if len(leading) == 1 else found.view(*leading, found.shape[1])
+
+
+_LIBRARY: Any = torch.library.Library("pagedkv", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("linear(Tensor x, Tensor weights, Tensor? bias, str? backend) -> Tensor")
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "pagedkv::linear", lambda x, weights, *_: x.new_empty(*x.shape[:-1], weights.shape[0]), lib=_LIBRARY
+)

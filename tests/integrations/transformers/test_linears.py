@@ -1,0 +1,159 @@
+"""The linear layers of a patched model: which calls compute with our operation, how exactly, and what is left of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, Patched, Pool, patch, unpatch
+from pagedkv.integrations.transformers.geometry import CACHE
+from pagedkv.kernels import cpu as kernels
+from pagedkv.kernels.linear import cpu
+from tests.integrations.transformers.families import model_of, prompts
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+LAYERS = 4 * 7 + 1
+
+pytestmark = pytest.mark.skipif(bool(kernels.missing()), reason="no C++ kernels")
+
+
+@pytest.fixture
+def llama() -> Any:
+    return model_of("llama")
+
+
+@pytest.fixture
+def patched(llama: Any) -> Iterator[Patched]:
+    handle = patch(llama, memory="16MiB")
+    yield handle
+    handle.unpatch()
+
+
+@pytest.fixture
+def rows(monkeypatch: Any) -> list[int]:
+    """The rows of each call of our operation."""
+    found, computed = [], cpu.Body._linear
+
+    def noted(self: Any, mode: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found.append(len(x))
+        return computed(self, mode, x, *rest)
+
+    monkeypatch.setattr(cpu.Body, "_linear", noted)
+    return found
+
+
+def test_each_linear_layer_of_a_step_is_ours(llama: Any, patched: Patched, rows: list[int]) -> None:
+    inputs = prompts(40, (0, 0))
+    assert patched.num_linears == LAYERS
+    llama.generate(**inputs, **OPTIONS)
+    # a prompt of 40 tokens is computed by torch, but for its logits
+    assert rows == [2] * (1 + 11 * LAYERS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_as_exact_as_those_of_torch(dtype: torch.dtype) -> None:
+    model = model_of("llama", seed=3)
+    ids = torch.randint(1, 99, (2, 60))
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(ids).logits
+        model = model.to(dtype)
+        error = [(_stepwise(model, ids, fast) - expected).abs().mean() for fast in (False, True)]
+    assert 0 < error[1] <= 2 * error[0]
+
+
+def _stepwise(model: Any, ids: torch.Tensor, fast: bool) -> torch.Tensor:
+    handle = patch(model, memory="16MiB", fast_linears=fast)
+    assert handle.num_linears == (LAYERS if fast else 0)
+    with PagedCache(model.config, pool=handle.pool) as cache:
+        found = [model(part, **{CACHE: cache}).logits for part in ids.split(4, 1)]
+    handle.unpatch()
+    return torch.cat(found, 1).double()
+
+
+# -- calls that torch serves -------------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass_without_pages_is_torchs(llama: Any, patched: Patched, rows: list[int]) -> None:
+    ids = prompts()["input_ids"][:, :4]
+    with torch.no_grad():
+        llama(ids, **{CACHE: DynamicCache(config=llama.config)})
+    loss = llama(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert rows == []
+    assert llama.lm_head.weight.grad is not None
+
+
+def test_a_forward_pass_under_autocast_is_torchs(llama: Any, patched: Patched, rows: list[int]) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        llama.generate(**prompts(), **OPTIONS)
+    assert rows == []
+
+
+def test_kernels_that_were_chosen_are_used(llama: Any, patched: Patched, rows: list[int], monkeypatch: Any) -> None:
+    monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
+    llama.generate(**prompts(), **OPTIONS)
+    assert rows == []
+
+
+def test_weights_that_are_no_rows_are_served(llama: Any) -> None:
+    expected = llama.generate(**prompts(), **OPTIONS)
+    for layer in llama.model.layers:
+        weight = layer.mlp.up_proj.weight.detach()
+        layer.mlp.up_proj.weight = torch.nn.Parameter(weight.t().contiguous().t())
+    patch(llama, memory="16MiB")
+    assert llama.generate(**prompts(), **OPTIONS).equal(expected)
+    unpatch(llama)
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def test_unpatch_gives_the_layers_their_class_back(llama: Any) -> None:
+    classes = [type(module) for module in llama.modules()]
+    handle = patch(llama, memory="16MiB")
+    assert [type(module) for module in llama.modules()] != classes
+    handle.unpatch()
+    assert [type(module) for module in llama.modules()] == classes
+    handle.unpatch()
+    other = Pool.for_model(model_of("llama"), memory="16MiB")
+    with pytest.raises(InvalidRequest):
+        patch(llama, pool=other)
+    assert [type(module) for module in llama.modules()] == classes
+
+
+def test_layers_that_are_no_plain_linear_stay_as_they_are(llama: Any, rows: list[int]) -> None:
+    class Own(torch.nn.Linear):
+        pass
+
+    llama.model.layers[0].mlp.up_proj.__class__ = Own
+    replaced = llama.model.layers[1].mlp.up_proj
+    replaced.forward = lambda x: torch.nn.functional.linear(x, replaced.weight)
+    handle = patch(llama, memory="16MiB")
+    assert handle.num_linears == LAYERS - 2
+    rows.clear()
+    llama.generate(**prompts(40, (0, 0)), **OPTIONS)
+    assert rows == [2] * (1 + 11 * (LAYERS - 2))
+    handle.unpatch()
+    assert type(llama.model.layers[0].mlp.up_proj) is Own
+
+
+def test_a_hook_of_a_layer_still_runs(llama: Any, patched: Patched) -> None:
+    seen = []
+    hook = llama.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    llama.generate(**prompts(40, (0, 0)), **OPTIONS)
+    hook.remove()
+    assert seen == [(2, 1, 99)] * 12
+
+
+def test_a_change_of_weights_is_seen_at_once(llama: Any, patched: Patched) -> None:
+    llama.generate(**prompts(40, (0, 0)), **OPTIONS)
+    with torch.no_grad():
+        llama.lm_head.weight.zero_()
+    found = llama.generate(**prompts(40, (0, 0)), **OPTIONS)
+    assert (found[:, 40:] == 0).all()  # all words are as likely, and the first is chosen
