@@ -1,4 +1,4 @@
-"""Decode and prefill of vLLM on a CPU with its own attention and with ours, which take turns in one engine.
+"""Decode and prefill of vLLM on a CPU: its own attention and linear layers, and ours, which take turns in one engine.
 
     decode      ms of a step = (a long generation - a short one) / steps; K and V are filled by vLLM's
                 DecodeBenchConnector, so no prompt is computed

@@ -1,4 +1,4 @@
-"""Both attentions in one engine: a byte of a shared file says, step by step, whose kernels run.
+"""Both attentions and both linear layers in one engine: a byte of a shared file says, step by step, whose kernels run.
 
 The two keep K and V in different forms, so the tokens after a change mean nothing. The times do.
 """
@@ -10,9 +10,12 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from pagedkv import linear
+from pagedkv.integrations.vllm import linears
 from pagedkv.integrations.vllm.attention import PagedAttentionBackend, PagedAttentionImpl, PagedMetadataBuilder
 from pagedkv.integrations.vllm.pages import PagedMetadata
 
@@ -64,6 +67,17 @@ class ToggleBackend(PagedAttentionBackend):
         return ToggleBuilder
 
 
+def of_both(host: Any) -> Any:
+    """Return a function that gives a layer both ways to compute. host: vLLM's own, which ours is in front of."""
+
+    def choose(layer: Any, remove_weight: bool) -> None:
+        host(layer, remove_weight=False)
+        theirs, is_served = layer.cpu_linear, linears.is_served(layer.weight)
+        layer.cpu_linear = lambda *operands: (linear if is_served and _is_ours() else theirs)(*operands)
+
+    return choose
+
+
 def flag(path: Path) -> mmap.mmap:
     """Return the shared byte of the file at `path`."""
     with path.open("r+b") as file:
@@ -78,4 +92,6 @@ def _is_ours() -> bool:
 
 
 if _FLAG is not None:
+    linears.install()
+    utils.dispatch_cpu_unquantized_gemm = of_both(utils.dispatch_cpu_unquantized_gemm.__wrapped__)
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.ToggleBackend")

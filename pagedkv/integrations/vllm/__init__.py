@@ -1,6 +1,7 @@
 """vLLM on pages of pagedkv, by installing the package: two entry points, which do nothing unless they are asked.
 
-    PAGEDKV_VLLM=1 vllm serve ...           on a CPU: all layers of decoders attend by our kernels, with any block size
+    PAGEDKV_VLLM=1 vllm serve ...           on a CPU: all layers of decoders attend by our kernels, with any block size,
+                                            and linear layers without quantisation compute steps of few tokens by them
     vllm serve --attention-backend CUSTOM   on a GPU, or on a CPU beside PAGEDKV_VLLM=1: the same
     vllm serve --scheduler-cls pagedkv.integrations.vllm.scheduler.PagedScheduler      its blocks come from a FramePool
 

@@ -15,6 +15,7 @@ from pagedkv.core import FramePool
 from pagedkv.errors import InvalidRequest
 
 POLICY: Final = "pagedkv_policy"
+LINEARS: Final = "pagedkv_linears"
 
 
 def policy_in(additional_config: object) -> Any:
@@ -22,14 +23,32 @@ def policy_in(additional_config: object) -> Any:
 
     Raises: InvalidRequest for a policy that FramePool does not have, and for another key that begins with "pagedkv_".
     """
-    if not isinstance(additional_config, Mapping):  # None, or an object of another plug-in
-        return "lru"
-    unknown = [key for key in additional_config if str(key).startswith("pagedkv_") and key != POLICY]
-    if unknown:
-        raise InvalidRequest(f"additional_config has {unknown[0]!r}; pagedkv reads {POLICY!r} alone: correct the name")
-    policy = additional_config.get(POLICY, "lru")
+    policy = _ours_in(additional_config).get(POLICY, "lru")
     try:
         FramePool(1, policy=policy)
     except InvalidRequest as error:
         raise InvalidRequest(f"{POLICY!r} of additional_config: {error}") from None
     return policy
+
+
+def linears_in(additional_config: object) -> bool:
+    """Return whether linear layers are ours: True unless `additional_config` says false.
+
+    Raises: InvalidRequest for another value than true and false, and for another key that begins with "pagedkv_".
+    """
+    asked = _ours_in(additional_config).get(LINEARS, True)
+    if not isinstance(asked, bool):
+        raise InvalidRequest(f"{LINEARS!r} of additional_config is {asked!r}; give true or false")
+    return asked
+
+
+def _ours_in(additional_config: object) -> Mapping[str, Any]:
+    if not isinstance(additional_config, Mapping):  # None, or an object of another plug-in
+        return {}
+    known = (POLICY, LINEARS)
+    unknown = [key for key in additional_config if str(key).startswith("pagedkv_") and key not in known]
+    if unknown:
+        raise InvalidRequest(
+            f"additional_config has {unknown[0]!r}; pagedkv reads {POLICY!r} and {LINEARS!r}: correct the name"
+        )
+    return additional_config

@@ -21,7 +21,12 @@ class PagedCpuPlatform(_Base):  # type: ignore[misc]
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """Return the path of a backend's class."""
+        """Return the path of a backend's class. vLLM asks when it makes a layer, before weights are loaded."""
+        from pagedkv.integrations.vllm.linears import (
+            install,
+        )  # what it imports is not ready when vLLM imports this file
+
+        install()
         is_other = selected_backend not in (None, AttentionBackendEnum.CUSTOM)
         if is_other or attn_selector_config.use_mla or attn_selector_config.use_sparse:
             path: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)

@@ -1,4 +1,4 @@
-"""The keys of vLLM's additional_config that are for pagedkv: a policy by name, and a clear word for anything else."""
+"""The keys of vLLM's additional_config that are for pagedkv, and a clear word for anything else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pagedkv.core import policies
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.additional_config import policy_in
+from pagedkv.integrations.vllm.additional_config import linears_in, policy_in
 
 
 @pytest.mark.parametrize("name", policies.POLICIES)
@@ -29,5 +29,20 @@ def test_another_policy_is_refused_with_the_names_that_there_are(asked: object) 
 
 
 def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
-    with pytest.raises(InvalidRequest, match="has 'pagedkv_polices'; pagedkv reads 'pagedkv_policy' alone"):
+    with pytest.raises(
+        InvalidRequest, match="has 'pagedkv_polices'; pagedkv reads 'pagedkv_policy' and 'pagedkv_linears'"
+    ):
         policy_in({"pagedkv_polices": "2q"})
+
+
+@pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, {"pagedkv_linears": True}])
+def test_linear_layers_are_ours_unless_the_config_says_no(config: object) -> None:
+    assert linears_in(config)
+    assert not linears_in({"pagedkv_linears": False, "pagedkv_policy": "2q"})
+
+
+@pytest.mark.parametrize("asked", [0, 1, "false", None])
+def test_linear_layers_are_asked_for_by_true_or_false(asked: object) -> None:
+    words = f"'pagedkv_linears' of additional_config is {asked!r}; give true or false"
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        linears_in({"pagedkv_linears": asked})

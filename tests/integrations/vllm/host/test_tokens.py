@@ -38,6 +38,7 @@ def test_our_attention_gives_the_tokens_of_vllm(name: str, stock: Any, folder: P
     expected = stock(name)
     found = generate(folder / name, environ=OURS)
     assert "Attention by pagedkv" in found["log"]
+    assert "Linear layers by pagedkv" in found["log"]
     assert found["tokens"] == expected["tokens"]
     assert found["hits"] == expected["hits"]
 
