@@ -106,7 +106,12 @@ def watched(run: Callable[[], T], switches: Callable[[], int] = own_switches) ->
     before, began = switches(), time.perf_counter()
     result = run()
     seconds = time.perf_counter() - began
-    return result, seconds, (switches() - before) * SLICE <= LOST * seconds
+    return result, seconds, is_undisturbed(switches() - before, seconds)
+
+
+def is_undisturbed(switches: int, seconds: float) -> bool:
+    """Whether involuntary context switches took little enough of a repetition."""
+    return switches * SLICE <= LOST * seconds
 
 
 def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
@@ -154,6 +159,10 @@ class Turns(Generic[Name]):
     def add(self, name: Name, seconds: float, is_clean: bool) -> None:
         """Keep the seconds of a variant in this turn."""
         self.taken[name].append((seconds, is_clean))
+
+    def drop(self, name: Name) -> None:
+        """Forget a variant: it has no timing. The orders of later turns still name it."""
+        del self.taken[name]
 
     def timings(self) -> dict[Name, Timing]:
         """Return the timing of each variant; a turn with a slow clock is disturbed for all of them."""

@@ -139,17 +139,17 @@ def _generate(rows: list[Row]) -> Headline | None:
     ours = [row for row in found if row["variant"] == "pagedkv"]
     if not ours:
         return None
+    names = ("StaticCache", "DynamicCache", "OpenVINO", "llama.cpp")
     beside = tuple(
         f"{name} {_span(row for row in found if row['variant'] == name)} ×"
-        for name in ("StaticCache", "DynamicCache")
+        for name in names
         if any(row["variant"] == name for row in found)
     )
     question = "How long does a step of the engine take, as a multiple of reading its memory once?"
-    some = _largest(row for row in found if any(name in row["variant"] for name in ("Static", "Dynamic"))) or ours[-1:]
+    some = _largest(row for row in found if row["variant"] in names) or ours[-1:]
     shape = (some[0]["batch"], some[0]["context"])
-    names = ("pagedkv", "StaticCache", "DynamicCache")
     over = {row["variant"]: row["over_bound"] for row in found if (row["batch"], row["context"]) == shape}
-    over = {name: over[name] for name in names if name in over}
+    over = {name: over[name] for name in ("pagedkv", *names) if name in over}
     group = f"A decode step over its bound, {shape[0]} × {shape[1]:,} tokens: less is better"
     drawn = _bars(group, over, lambda value: f"{value:.2f}×")
     return Headline("generate", question, f"{_span(ours)} ×", beside, ours[-1], drawn, tuple(found))

@@ -14,7 +14,7 @@ def charts(rows: list[dict[str, Any]]) -> list[Chart]:
     found = [
         Bar(row["variant"], row["over_bound"], OURS.get(row["variant"], "peer"), _shape(row), f"{row['median']:.0f} ms")
         for row in sorted(rows, key=lambda row: (row["batch"], row["context"]) if "batch" in row else (0, 0))
-        if row["case"] == "decode"
+        if row["case"] == "decode" and "over_bound" in row
     ]
     parts = [row for row in rows if row["case"] == "part"]
     made = [bars("A decode step over the time in which memory gives its bytes", found, unit="×",

@@ -6,11 +6,12 @@
     overhead    ms of a step whose forward pass computes nothing: schedule, plan, sample, commit, deliver
     sampling    ms in which `sample` draws from logits of 151,936 words (Qwen3's real vocabulary)
 
-The variants take turns: the engine, the engine with torch's linear layers, and generate() of transformers with its
-caches, per token. Before and after each variant memory is read: all weights, as fast as this machine reads. A step's
-bound is (bytes of weights + bytes of K and V) / that speed; a prefill's bound is its operations / the speed of a matrix
-product of torch, measured before and after it. A figure is the median over turns, and so is a ratio of two figures.
-A turn of steps is clean if at least half of its steps are; the median of these is its figure (clock.py).
+The variants take turns: the engine, the engine with torch's linear layers, generate() of transformers with its caches,
+per token, and decode steps of other engines, each in a process of its own (peers/). Before and after each variant
+memory is read: all weights, as fast as this machine reads. A step's bound is (bytes of weights + bytes of K and V) /
+that speed, for every variant that of bfloat16; a prefill's bound is its operations / the speed of a matrix product of
+torch, measured before and after it. A figure is the median over turns, and so is a ratio of two figures. A turn of
+steps is clean if at least half of its steps are; the median of these is its figure (clock.py).
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from pagedkv.bench.clock import Timing, Turns, on_this_cpu, settled
+from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, settled
 from pagedkv.bench.generate import models
 from pagedkv.bench.generate.parts import parts
+from pagedkv.bench.generate.peers.process import Lost, Peer, opened, size_of, started
 from pagedkv.bench.progress import track
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
@@ -72,12 +76,21 @@ Report = Callable[[Row], None]
 
 
 def measure(
-    shapes: Sequence[tuple[int, int]], turns: int, report: Report, config: dict[str, Any] = models.CONFIG
+    shapes: Sequence[tuple[int, int]],
+    turns: int,
+    report: Report,
+    config: dict[str, Any] = models.CONFIG,
+    *,
+    pythons: Sequence[str] = (),
 ) -> None:
-    """Measure all cases, and hand each row to `report` as soon as it is complete."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    """Measure all cases, and hand each row to `report` as soon as it is complete.
+
+    pythons: the interpreters in which to look for other engines, before this one.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         models.write_checkpoint(folder, config)
+        peers = stack.enter_context(started(folder, pythons, size_of(shapes, _steps_of_peers(turns))))
         longest = max(batch * (context + 4 * STEPS) for batch, context in shapes)
         engine = models.engine_of(folder, max(longest, 256 * (64 + STEPS)))
         host = _Host(folder) if find_spec("transformers") else None
@@ -85,7 +98,7 @@ def measure(
             absent = "transformers is not installed: its caches do not take part (install pagedkv[hf])"
             print(absent, file=sys.stderr)
         for shape in shapes:
-            _report_decode(report, engine, host, shape, turns)
+            _report_decode(report, engine, _Others(host, peers), shape, turns)
             if shape in PARTS:
                 _report_parts(report, engine, shape, turns)
         _report_prefill(report, engine, host, turns)
@@ -128,6 +141,19 @@ class _Host:
     def _generate(self, ids: torch.Tensor, cache: Any, count: int) -> Taken:
         given = {"attention_mask": torch.ones_like(ids), self._argument: cache, "max_new_tokens": count}
         return on_this_cpu(lambda: self.model.generate(input_ids=ids, do_sample=False, **given))
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What takes turns with the engine."""
+
+    host: _Host | None
+    peers: Sequence[Peer]
+
+
+def _steps_of_peers(turns: int) -> int:
+    """Return the steps of a peer in all turns: the first turn, and the first step of each, do not count."""
+    return (turns + 1) * (STEPS + 1)
 
 
 @contextmanager
@@ -182,8 +208,9 @@ def timed_step(engine: Engine) -> float:
     return time.perf_counter() - began
 
 
-def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tuple[int, int], turns: int) -> None:
+def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple[int, int], turns: int) -> None:
     batch, context = shape
+    host, peers = others.host, {peer.variant.name: peer for peer in others.peers}
     tensors, spec = matrices(engine), engine.cache.spec
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * batch * context
     num_bytes = sum(tensor.nbytes for tensor in tensors) + kv_bytes
@@ -194,12 +221,22 @@ def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tu
         if variant == TORCH:
             with torch_linear_layers():
                 return decode(engine, *shape)
+        if variant in peers:
+            return peers[variant].steps(STEPS)
         assert host is not None
         return host.decode(variant, *shape)
 
+    def report_with_dtypes(row: Row) -> None:
+        peer = peers.get(row["variant"])
+        report(row | (peer.about if peer else {}))
+
     hosts = (STATIC, DYNAMIC) if host and batch * context <= MOST_OF_HOST else ()
-    found = _in_turns((OURS, TORCH, *hosts), turns, run, lambda: read_speed(tensors))
-    _report_times(report, "decode", shape, found, num_bytes, "gb_per_s")
+    with opened(others.peers, shape, _steps_of_peers(turns)) as lost:
+        ready = [name for name in peers if name not in lost]
+        found = _in_turns((OURS, TORCH, *hosts, *ready), turns, run, lambda: read_speed(tensors), lost)
+    _report_times(report_with_dtypes, "decode", shape, found, num_bytes, "gb_per_s")
+    for variant, why in lost.items():
+        report_with_dtypes(_axes("decode", shape, variant) | {"median": None, "why_not": why})
 
 
 def _report_parts(report: Report, engine: Engine, shape: tuple[int, int], turns: int) -> None:
@@ -274,18 +311,30 @@ def _report_sampling(report: Report, turns: int) -> None:
 
 
 def _in_turns(
-    variants: Sequence[str], turns: int, run: Callable[[str], Taken], speed: Callable[[], float]
+    variants: Sequence[str],
+    turns: int,
+    run: Callable[[str], Taken],
+    speed: Callable[[], float],
+    lost: dict[str, str] | None = None,
 ) -> dict[str, tuple[Timing, list[float]]]:
     """Return the timing of each variant, and the machine's speed around each of its turns.
 
     The first turn does not count. The speed is the mean of one measurement before the variant and one after it.
+    lost: takes the names of peers that could not go on, and the reasons; these have no timing.
     """
+    lost = {} if lost is None else lost
     measured = Turns(variants, turns, "generate")
     rates: dict[str, list[float]] = {variant: [] for variant in variants}
     for order in measured:
         before = speed()
         for variant in order:
-            measured.add(variant, *run(variant))
+            if variant in lost:
+                continue
+            try:
+                measured.add(variant, *run(variant))
+            except Lost as why:
+                lost[variant] = str(why)
+                measured.drop(variant)
             after = speed()
             rates[variant].append((before + after) / 2)
             before = after
@@ -300,7 +349,11 @@ def _report_times(
     work: float,
     speed: str,
 ) -> None:
-    """Report a row for each variant with its bound: `work` over the machine's speed. Only our own has a promise."""
+    """Report a row for each variant with its bound: `work` over the machine's speed. Only our own has a promise.
+
+    Another variant's row has its time over ours, `over_pagedkv`: the median over the turns in which both count.
+    """
+    ours, _ = found[OURS]
     for variant, (timing, rates) in found.items():
         pairs = zip(timing.turns, rates, strict=True)
         ratios = [seconds * rate / work for seconds, rate in pairs if seconds is not None]
@@ -308,9 +361,13 @@ def _report_times(
         row["must"] = MUSTS.get((case, *shape)) if variant == OURS else None
         row |= {"over_bound": statistics.median(ratios), "ratios": ratios}
         row["bound"] = 1e3 * statistics.median(work / rate for rate in rates)
-        report(row | {speed: statistics.median(rates) / 1e9})
+        row[speed] = statistics.median(rates) / 1e9
+        report(row if variant == OURS else row | {"over_pagedkv": compare(timing, ours, truediv)})
 
 
 def _row(case: str, shape: tuple[int, int], variant: str, timing: Timing) -> Row:
-    axes = {"case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": "ms"}
-    return axes | timing.fields(lambda seconds: 1e3 * seconds)
+    return _axes(case, shape, variant) | timing.fields(lambda seconds: 1e3 * seconds)
+
+
+def _axes(case: str, shape: tuple[int, int], variant: str) -> Row:
+    return {"case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": "ms"}

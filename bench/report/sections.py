@@ -61,7 +61,7 @@ ABOUT: Final = {
         "A decode step of a model of 474 million parameters, and the parts of that step.",
         "People who run prompts on a CPU, and readers of the reference engine.",
         "The bound is the time in which a bare read gives the bytes of weights, K and V; it is measured before and "
-        "after each variant. Engine and transformers take turns in an order drawn anew.",
+        "after each variant. Engine, transformers and other engines take turns in an order drawn anew.",
         "Random weights take as long as trained ones. Text does not. transformers runs with its own generate().",
         "explanation/engine-speed",
     ),

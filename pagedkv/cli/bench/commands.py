@@ -108,10 +108,24 @@ def _host(name: str, words: str) -> None:
         host(name, turns or (2 if quick else 5), shape or [], Shown(as_json, record, plot), is_quick=quick)
 
 
-_host(
-    "generate",
-    "Steps of the reference engine against the speed of memory, and transformers beside it. Minutes, 12 GiB.",
-)
+@benchmarks.command("generate")
+def bench_generate(
+    turns: options.Turns = None,
+    quick: options.Quick = False,
+    shape: options.Shapes = None,
+    peers_python: options.GeneratePeers = None,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.Plot = None,
+) -> None:
+    """Steps of the reference engine against the speed of memory, other engines beside it. Minutes, 12 GiB."""
+    from pagedkv.cli.bench.run import Shown, host
+
+    pythons = [str(path) for path in peers_python or []]
+    shown = Shown(as_json, record, plot)
+    host("generate", turns or (2 if quick else 5), shape or [], shown, is_quick=quick, pythons=pythons)
+
+
 _host(
     "transformers",
     "model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick.",

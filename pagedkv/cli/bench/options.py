@@ -54,6 +54,10 @@ Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", metavar="BxN", help="B sequences of N tokens; again for more.", rich_help_panel=_CELLS),
 ]
+GeneratePeers = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="PYTHON", help="One that has OpenVINO GenAI or llama.cpp; may be given several times."),
+]
 
 # bench attention: the cells of the grid
 

@@ -100,8 +100,11 @@ def draw(name: str, rows: list[Row], path: Path) -> None:
         raise InvalidRequest(f"the plot cannot be written to {path}: {why.strerror}; give another file") from None
 
 
-def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick: bool) -> None:
-    """Run a benchmark whose axis is (sequences, tokens of context): a host engine, or "generate"."""
+def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick: bool, **more: Any) -> None:
+    """Run a benchmark whose axis is (sequences, tokens of context): a host engine, or "generate".
+
+    more: further arguments of its `measure`.
+    """
     if why := why_not(name, is_quick=is_quick, shapes=shapes):
         raise InvalidRequest(f"bench {name}: {why}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -113,7 +116,7 @@ def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick
         if needed > free:
             short = f"they need {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:.1f} GiB are free"
             raise InvalidRequest(f"--shape: {short}; give fewer sequences or tokens")
-    run(name, lambda report: runner.measure(asked, turns, report), shown)
+    run(name, lambda report: runner.measure(asked, turns, report, **more), shown)
 
 
 def why_not(name: str, *, is_quick: bool, shapes: Sequence[str] = ()) -> str:
@@ -140,10 +143,14 @@ def _table(rows: list[Row]) -> None:
         ratio = next((row[field] for field in RATIOS if field in row), None)
         must = row.get("must")
         table.add_row(
-            row["case"], _axes(row), row["variant"], f"{row['median']:,.3g}", row["unit"],
-            "" if ratio is None else f"{ratio:.2f}", "" if must is None else f"{must:g}",
+            row["case"], _axes(row), row["variant"], "" if row["median"] is None else f"{row['median']:,.3g}",
+            row["unit"], "" if ratio is None else f"{ratio:.2f}", "" if must is None else f"{must:g}",
         )  # fmt: skip
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    for row in rows:
+        if row["median"] is None:
+            console.print(f"not measured: {row['variant']}, {_axes(row)}: {row['why_not']}", soft_wrap=True)
 
 
 def _axes(row: Row) -> str:

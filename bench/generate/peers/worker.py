@@ -1,0 +1,106 @@
+"""Time decode steps of another engine in that engine's own environment: `python worker.py STEPS.py`.
+
+Each line of stdin is a request in JSON; each line of stdout is its answer:
+
+    {"do": "load", "folder": ..., "kv": ..., "threads": ..., "tokens": ..., "sequences": ...}
+                                   ->  {"about": {...}}     load the checkpoint; `about` are fields of the rows
+    {"do": "open", "batch": 8, "context": 2048, "steps": 54}
+                                   ->  {}                   fill the caches of sequences; 54 steps will follow in all
+    {"do": "run", "steps": 8}      ->  {"steps": [...]}     seconds and involuntary context switches of each step
+    {"do": "close"}                ->  {}                   end the sequences
+
+    {"why_not": "..."}                                      the answer to a request that failed
+
+STEPS.py has the class Engine with `open(batch, context, steps)`, `begin()` before each run, `step()`, `close()` and
+`about`. This file must not import pagedkv, which the engine's environment lacks. The output of the engine goes to
+stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAUSE = 0.01
+"""Seconds before the answer to a run: the engine's threads, which may spin for a while, are asleep then."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The request to load a checkpoint.
+
+    kv:        the dtype of K and V.
+    tokens:    the most tokens that all sequences together will have; `sequences`, the most sequences.
+    """
+
+    folder: Path
+    kv: str
+    threads: int
+    tokens: int
+    sequences: int
+
+
+class Worker:
+    """The engine, and answers to requests."""
+
+    def __init__(self, steps: Path) -> None:
+        self.steps, self.engine = steps, None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request."""
+        do = request.pop("do")
+        try:
+            return dict(getattr(self, do)(**request) or {})
+        except Exception as why:  # any error of the engine is the answer
+            text = str(why).strip().splitlines() or [""]
+            return {"why_not": f"{type(why).__name__}: {text[0]}"}
+
+    def load(self, folder: str, **asked: Any) -> dict[str, Any]:
+        """Load the checkpoint in `folder`."""
+        spec = importlib.util.spec_from_file_location(self.steps.stem, self.steps)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.steps.stem] = module
+        spec.loader.exec_module(module)
+        self.engine = module.Engine(Asked(Path(folder), **asked))
+        return {"about": self.engine.about}
+
+    def open(self, batch: int, context: int, steps: int) -> None:
+        """Fill the caches of `batch` sequences."""
+        self.engine.open(batch, context, steps)
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Time steps, after one that does not count."""
+        self.engine.begin()
+        self.engine.step()
+        taken = []
+        for _ in range(steps):
+            before, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - began
+            taken.append((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before))
+        time.sleep(PAUSE)
+        return {"steps": taken}
+
+    def close(self) -> None:
+        """End the sequences."""
+        self.engine.close()
+
+
+def main() -> None:
+    """Answer the requests until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker = Worker(Path(sys.argv[1]))
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
