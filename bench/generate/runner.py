@@ -145,7 +145,7 @@ class _Host:
 
 @dataclass(frozen=True)
 class _Others:
-    """What takes turns with the engine."""
+    """Transformers and the peers that take turns with the engine."""
 
     host: _Host | None
     peers: Sequence[Peer]

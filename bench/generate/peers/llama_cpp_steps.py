@@ -2,7 +2,7 @@
 
 The weights are those of the checkpoint, bfloat16, in a GGUF file. A step decodes a token of each sequence. Each
 sequence has a stream of its own in the cache; the context is computed once and copied to the streams. Each run begins
-at the same context: what the run before added is removed.
+at the same context, because the tokens of the run before are removed.
 This file must not import pagedkv, which the environment of llama.cpp lacks.
 """
 

@@ -51,7 +51,7 @@ class Lost(Exception):
 
 @dataclass
 class Size:
-    """What workers must make room for: tokens of all sequences together, and sequences."""
+    """The room that workers must make: tokens of all sequences together, and sequences."""
 
     tokens: int
     sequences: int
@@ -127,7 +127,7 @@ class Peer:
 
 
 def size_of(shapes: Sequence[tuple[int, int]], steps: int) -> Size:
-    """Return what peers must make room for: (sequences, tokens of context) of each shape, and `steps` steps more."""
+    """Return the room that peers must make: (sequences, tokens of context) of each shape, and `steps` steps more."""
     theirs = [shape for shape in shapes if prod(shape) <= MOST_TOKENS] or [(1, 1)]
     return Size(max(batch * (context + steps) for batch, context in theirs), max(batch for batch, _ in theirs))
 
