@@ -87,7 +87,7 @@ class Peer:
         self._ask("open", batch=batch, context=context, steps=steps)
 
     def steps(self, count: int) -> tuple[float, bool]:
-        """Time `count` steps; return the median of the clean ones, and whether half of them are clean. Raises: Lost"""
+        """Time up to `count` steps; return the median of the clean ones, and whether half are clean. Raises: Lost"""
         taken = self._ask("run", steps=count)["steps"]
         timing = settled([(seconds, is_undisturbed(switches, seconds)) for seconds, switches in taken])
         return timing.seconds, timing.clean > 0

@@ -6,7 +6,8 @@ Each line of stdin is a request in JSON; each line of stdout is its answer:
                                    ->  {"about": {...}}     load the checkpoint; `about` are fields of the rows
     {"do": "open", "batch": 8, "context": 2048, "steps": 54}
                                    ->  {}                   fill the caches of sequences; 54 steps will follow in all
-    {"do": "run", "steps": 8}      ->  {"steps": [...]}     seconds and involuntary context switches of each step
+    {"do": "run", "steps": 8}      ->  {"steps": [...]}     seconds and involuntary context switches of each step; on a
+                                                            busy machine fewer steps, once LONGEST seconds are over
     {"do": "close"}                ->  {}                   end the sequences
 
     {"why_not": "..."}                                      the answer to a request that failed
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LONGEST = 20.0
 PAUSE = 0.01
 """Seconds before the answer to a run: the engine's threads, which may spin for a while, are asleep then."""
 
@@ -85,6 +87,8 @@ class Worker:
             self.engine.step()
             seconds = time.perf_counter() - began
             taken.append((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before))
+            if sum(seconds for seconds, _ in taken) > LONGEST:
+                break
         time.sleep(PAUSE)
         return {"steps": taken}
 

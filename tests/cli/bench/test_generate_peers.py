@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from pagedkv.bench.generate import models, runner
 from pagedkv.bench.generate.peers import process
+from pagedkv.bench.generate.peers import worker as worker_module
 from pagedkv.bench.generate.peers.process import Size, Variant, opened, size_of, started
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu
@@ -153,6 +156,15 @@ def test_the_first_python_that_has_the_engine_runs_it(stand_in, tmp_path):
             seconds, _ = peer.steps(8)
             assert 0.001 <= seconds < 1
     assert peer._process.returncode == 0
+
+
+def test_a_run_on_a_busy_machine_ends_early():
+    worker = worker_module.Worker(Path("steps.py"))
+    worker.engine = types.SimpleNamespace(begin=lambda: None, step=lambda: time.sleep(0.02))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "LONGEST", 0.03)
+        assert len(worker.answer({"do": "run", "steps": 8})["steps"]) == 2
+    assert worker.answer({"do": "run", "steps": "8"})["why_not"].startswith("TypeError: ")
 
 
 def test_a_python_that_cannot_be_started_is_named(stand_in, tmp_path):
