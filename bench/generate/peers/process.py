@@ -37,6 +37,11 @@ class Variant:
     steps: Path
     kv: str
 
+    @property
+    def engine(self) -> str:
+        """The name without what distinguishes variants of one engine."""
+        return self.name.partition(",")[0]
+
 
 VARIANTS: Final = (
     Variant("OpenVINO", HERE / "openvino_steps.py", "bf16"),
@@ -171,7 +176,7 @@ def started(folder: Path, pythons: Sequence[str], size: Size) -> Iterator[list[P
                     found.append(stack.enter_context(closing(peer)))
                     break
             else:
-                absent[f"{variant.name} takes no turns: {'; '.join(refusals)}"] = None
+                absent[f"{variant.engine} takes no turns: {'; '.join(refusals)}"] = None
         for line in absent:
             print(f"{line} (--peers-python names a Python that has it)", file=sys.stderr)
         yield found

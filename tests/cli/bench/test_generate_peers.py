@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import types
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pagedkv.bench.generate import models, runner
 from pagedkv.bench.generate.peers import process
 from pagedkv.bench.generate.peers import worker as worker_module
 from pagedkv.bench.generate.peers.process import Size, Variant, opened, size_of, started
+from pagedkv.bench.headlines import headlines
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu
 
@@ -102,8 +104,9 @@ def test_a_peer_takes_turns_and_its_rows_say_what_it_computed_with(command, tiny
     assert stand_in.log()[0] == ["open", 2, 32, calls.count("step")]
 
 
-def test_an_engine_that_is_not_installed_is_one_line_and_has_no_row(command, tiny, stand_in, tmp_path):
-    stand_in(load="import an_engine_that_is_not_there")
+def test_an_engine_that_is_not_installed_is_one_line_and_has_no_row(command, tiny, stand_in, tmp_path, monkeypatch):
+    variant = stand_in(load="import an_engine_that_is_not_there")
+    monkeypatch.setattr(process, "VARIANTS", (variant, replace(variant, name="stand-in, u8 KV")))
     options = ("--shape", "1x32", "--turns", 1, "--json", "--record", tmp_path / "rows")
     status, out, err = command("bench", "generate", *options)
     assert status == 0
@@ -222,3 +225,18 @@ def test_every_tensor_of_a_checkpoint_is_in_its_gguf_file(tmp_path, monkeypatch)
     norm, dtype = kept["output_norm.weight"]
     assert (norm.dtype, dtype) == (np.float32, None)
     assert (norm == 1).all()
+
+
+def test_the_headline_names_the_engines_beside_ours():
+    def row(variant: str, batch: int, over: float | None) -> dict[str, object]:
+        made = {"bench": "generate", "case": "decode", "batch": batch, "context": 128, "variant": variant, "unit": "ms"}
+        if over is None:
+            return made | {"median": None, "why_not": "no room"}
+        return made | {"median": 10 * over, "over_bound": over, "clean": 3}
+
+    rows = [row("pagedkv", batch, 1.25) for batch in (1, 8)]
+    rows += [row("OpenVINO", 1, 1.5), row("OpenVINO", 8, 2.0), row("OpenVINO, u8 KV", 8, 1.75)]
+    rows += [row("llama.cpp", 1, 1.4), row("llama.cpp", 8, None)]
+    (line,) = headlines(rows)
+    assert line.beside == ("OpenVINO 1.50 to 2.00 ×", "llama.cpp 1.40 ×")
+    assert {bar.name: bar.value for bar in line.drawn} == {"pagedkv": 1.25, "OpenVINO": 2.0}
