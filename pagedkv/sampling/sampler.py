@@ -10,7 +10,7 @@ For a row of logits z, in this order and by these definitions (those of transfor
     min_p        keep p_i >= min_p * max p               (Nguyen et al., 2024)
     draw         the first i with p_0 + .. + p_i > u * total, u uniform in [0, 1) from the request's own generator
     log-probs    z_i - log sum e^z of the row as the model gave it, before the rules and the temperature: the default
-                 of vLLM's logprobs_mode
+                 of vLLM's logprobs_mode. At temperature 1, without rules, min_p and top_k, the draw makes this sum
 
 Each filter keeps a prefix of the tokens sorted by probability, always with the first token. A request draws one u per
 token, on the CPU, from its own generator, and computes its row from its own logits. So its tokens depend on its seed
@@ -30,7 +30,7 @@ import torch
 from pagedkv.errors import InvalidRequest, described
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -131,12 +131,19 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     if errors:
         tokens[list(errors)] = -1
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy and b not in errors]
+    totals: dict[int, float] = {}
     if drawing:
-        tokens[drawing] = _drawn(logits, ruled, largest, {b: rows[b] for b in drawing})
-    asked = [b for b, row in enumerate(rows) if row.params.logprobs is not None and b not in errors]
-    counts = [rows[b].params.logprobs or 0 for b in asked]
-    found = _logprobs(logits, tokens, likeliest, asked, counts)
-    return Sampled(tokens, errors, dict(zip(asked, found, strict=True)))
+        tokens[drawing], totals = _drawn(logits, ruled, largest, {b: rows[b] for b in drawing})
+    counts = {b: row.params.logprobs for b, row in enumerate(rows) if row.params.logprobs is not None}
+    asked = [b for b in counts if b not in errors]
+    log_sums = {b: float(largest[b]) + math.log(totals[b]) for b in asked if b in totals}
+    log_sums |= _log_sums(logits, likeliest, [b for b in asked if b not in log_sums])
+    chosen = logits[asked, tokens[asked]].tolist() if asked else []
+    logprobs = {
+        b: TokenLogprobs(z - log_sums[b], _top(logits[b], log_sums[b], counts[b]))
+        for b, z in zip(asked, chosen, strict=True)
+    }
+    return Sampled(tokens, errors, logprobs)
 
 
 def _not_finite(largest: Tensor) -> list[int]:
@@ -158,8 +165,13 @@ def _ruled(logits: Tensor, rows: Sequence[SamplingRow], errors: dict[int, str]) 
     return ruled
 
 
-def _drawn(logits: Tensor, ruled: dict[int, Tensor], largest: Tensor, rows: dict[int, SamplingRow]) -> Tensor:
-    """Draw a token for each of `rows`. Returns: int64 [len(rows)]"""
+def _drawn(
+    logits: Tensor, ruled: dict[int, Tensor], largest: Tensor, rows: dict[int, SamplingRow]
+) -> tuple[Tensor, dict[int, float]]:
+    """Draw a token for each of `rows`.
+
+    Returns: int64 [len(rows)]; the sum of e^(z - largest) by row, where the draw has made it from the model's logits
+    """
     params = [row.params for row in rows.values()]
     uniform = [_uniform(row.generator) for row in rows.values()]
     if logits.device.type != "cpu":
@@ -167,39 +179,41 @@ def _drawn(logits: Tensor, ruled: dict[int, Tensor], largest: Tensor, rows: dict
         for n, b in enumerate(rows):
             if b in ruled:
                 z[n] = ruled[b]
-        return _draw(_filtered(z, params), torch.cat(uniform).to(logits.device))
+        return _draw(_filtered(z, params), torch.cat(uniform).to(logits.device)), {}
     tokens = torch.empty(len(rows), dtype=torch.int64)
+    totals: dict[int, float] = {}
     for n, (b, of_row, u) in enumerate(zip(rows, params, uniform, strict=True)):
-        z = ruled.get(b, logits[b])
+        z, total = ruled.get(b, logits[b]), None
         if of_row.temperature < _COLD:
             tokens[n] = _draw(_filtered(z[None], [of_row]), u)[0]
         elif 0 < of_row.top_k < len(z) or of_row.top_p < 1:
-            tokens[n] = _draw_from_likeliest(z, float(largest[b]), of_row, float(u))
+            tokens[n], total = _draw_from_likeliest(z, float(largest[b]), of_row, float(u))
         else:
-            tokens[n] = _draw_from_all(z, float(largest[b]), of_row, float(u))
-    return tokens
+            tokens[n], total = _draw_from_all(z, float(largest[b]), of_row, float(u))
+        if total is not None and of_row.temperature == 1 and b not in ruled:
+            totals[b] = total
+    return tokens, totals
 
 
-def _logprobs(
-    logits: Tensor, tokens: Tensor, likeliest: Tensor, rows: list[int], counts: list[int]
-) -> Iterator[TokenLogprobs]:
-    """Yield the log-probabilities of `rows`. counts: how many of the likeliest tokens each asks for.
+def _log_sums(logits: Tensor, likeliest: Tensor, rows: list[int]) -> dict[int, float]:
+    """Return log sum e^z of each of `rows`, for rows whose draw has made no such sum.
 
-    The logarithm of the sum is read off at the likeliest token, where log_softmax is least rounded. torch's log_softmax
-    is faster on a CPU than exp and sum after a maximum that is known.
-    Shapes: logits [B, V], tokens [B], likeliest [B]: the token with the largest logit of each row
+    A draw at another temperature than 1 needs another exponential of each logit, and a greedy row needs none: so these
+    rows are read once more. The sum is read off at the likeliest token, where log_softmax is least rounded. torch's
+    log_softmax is faster on a CPU than exp and sum after a maximum that is known.
+    Shapes: logits [B, V], likeliest [B]: the token with the largest logit of each row
     """
+    found: dict[int, float] = {}
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]
         z = logits if len(some) == len(logits) else logits[some]
         at = likeliest[some, None]
-        log_sums = (z.gather(1, at).double() - z.log_softmax(-1).gather(1, at)).flatten()
-        chosen = (z.gather(1, tokens[some, None]).flatten() - log_sums).tolist()
-        for n, count in enumerate(counts[first : first + _ROWS_AT_ONCE]):
-            yield TokenLogprobs(chosen[n], _top(z[n], log_sums[n], count))
+        log_sums = z.gather(1, at).double() - z.log_softmax(-1).gather(1, at)
+        found.update(zip(some, log_sums.flatten().tolist(), strict=True))
+    return found
 
 
-def _top(logits: Tensor, log_sum: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+def _top(logits: Tensor, log_sum: float, count: int) -> tuple[tuple[int, float], ...]:
     """Return the `count` likeliest tokens of a row and their log-probabilities, without tokens of probability 0."""
     if not count:
         return ()
@@ -249,8 +263,11 @@ def _weights(logits: Tensor, largest: float, params: SamplingParams) -> Tensor:
     return (logits - largest).div_(min(params.temperature, _HOTTEST)).exp_()
 
 
-def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, uniform: float) -> int:
-    """Draw from one row without top_k and top_p: first a block of tokens by the blocks' sums, then a token in it."""
+def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, uniform: float) -> tuple[int, float | None]:
+    """Draw from one row without top_k and top_p: first a block of tokens by the blocks' sums, then a token in it.
+
+    Returns: the token; the sum of all weights, None if min_p has left some out
+    """
     weights = _weights(logits, largest, params)
     if params.min_p:
         weights = weights.where(weights >= params.min_p, 0.0)
@@ -263,11 +280,17 @@ def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, unifo
     inside = padded[block].cumsum(0, dtype=torch.float64)
     at = int(torch.searchsorted(inside, target - before, right=True))
     # Rounded sums may leave the target behind the block's last token.
-    return block * _BLOCK + min(at, int(padded[block].nonzero()[-1]))
+    token = block * _BLOCK + min(at, int(padded[block].nonzero()[-1]))
+    return token, None if params.min_p else float(running[-1])
 
 
-def _draw_from_likeliest(logits: Tensor, largest: float, params: SamplingParams, uniform: float) -> int:
-    """Draw from one row with top_k or top_p: only tokens that these may keep are sorted."""
+def _draw_from_likeliest(
+    logits: Tensor, largest: float, params: SamplingParams, uniform: float
+) -> tuple[int, float | None]:
+    """Draw from one row with top_k or top_p: only tokens that these may keep are sorted.
+
+    Returns: the token; the sum of all weights, None with top_k, which needs no such sum
+    """
     if 0 < params.top_k < len(logits):
         ids = _of_top_k(logits, params.top_k)  # all ties of the k-th stay
         total = None
@@ -285,7 +308,7 @@ def _draw_from_likeliest(logits: Tensor, largest: float, params: SamplingParams,
     keep &= p >= params.min_p  # the likeliest token has 1
     ids, order = ids[order[keep]].sort()
     running = p[keep][order].cumsum(0)
-    return int(ids[torch.searchsorted(running, uniform * float(running[-1]), right=True)])
+    return int(ids[torch.searchsorted(running, uniform * float(running[-1]), right=True)]), total
 
 
 def skip(generator: torch.Generator, num_tokens: int) -> None:
