@@ -102,7 +102,11 @@ class Engine(ThreadGuard, fetches.OverTiers):
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
         self.forward: Step = steps(decoder, cache)
-        self.speculation: Speculation | None = None if drafter is None else Speculation(drafter, decoder.config)
+        self.meter: Meter = Meter()
+        self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings, self.meter)
+        self.speculation: Speculation | None = None
+        if drafter is not None:
+            self.speculation = Speculation(drafter, decoder.config, self.delivery.exits)
         self.scheduler: Scheduler = Scheduler(
             cache,
             limits_of(limits),
@@ -110,8 +114,6 @@ class Engine(ThreadGuard, fetches.OverTiers):
             speculation=self.speculation,
             preemption=preemption_of(preemption),
         )
-        self.meter: Meter = Meter()
-        self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings, self.meter)
         self.events: Events | None = None  # set it before the first step for a record of all requests
         self._grammars = Grammars(tokenizer)
         self._inbox: deque[Request] = deque()
@@ -284,7 +286,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         After any exception, step again: no token is lost.
         Returns: the completions that finished, and whose listeners know that, since the last step that returned.
         Raises: InvalidRequest if a listener calls step; ConcurrentUse if another thread is stepping; any error of the
-            model; SystemExit of a validator or processor. An Exception of one request ends it and is not raised.
+            model; SystemExit of a validator, processor or drafter. An Exception of a request only ends it.
         """
         try:
             self._step()
@@ -377,8 +379,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
                 continue
             if now > request.deadline:
                 late = f"the request was not finished {request.deadline - request.submitted_at:g} s after it came"
-                for completion in request.completions:
-                    completion.end("error", late)
+                request.fail(late)
         self._remove_ended()
 
     def _remove_ended(self) -> None:

@@ -63,6 +63,11 @@ class Request:
         self.tool_wait_s = max(0.0, self.submitted_at - completion.finished_at)
         self.before = completion.latency_to_outcome
 
+    def fail(self, error: str) -> None:
+        """End all completions that run with an error."""
+        for completion in self.completions:
+            completion.end("error", error)
+
     @property
     def finished(self) -> bool:
         """Whether every completion is finished."""

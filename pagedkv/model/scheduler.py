@@ -153,8 +153,7 @@ class Scheduler:
 
     def _end(self, sequence: SequenceState, error: str) -> None:
         """End the request of `sequence` with an error, and take it out of its queue."""
-        for completion in sequence.completion.request.completions:
-            completion.end("error", error)
+        sequence.completion.request.fail(error)
         for member in self._gang(sequence):
             self.remove(member)
 

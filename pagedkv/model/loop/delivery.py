@@ -37,7 +37,7 @@ class Delivery:
     meter:      counts tokens and ended requests
     finished:   completions whose listeners were told of the end, in order. The caller that takes them assigns a new
                 list.
-    exits:      exceptions of validators and logits processors, such as SystemExit; `Engine.step` raises them
+    exits:      exceptions such as SystemExit of validators, logits processors and drafters; `Engine.step` raises them
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, meter: Meter) -> None:
@@ -203,8 +203,7 @@ class Delivery:
             if not told:  # a StopIteration ends the deque without a word
                 raise StopIteration
         except Exception as error:
-            for one in completion.request.completions:
-                one.end("error", f"the listener raised {described(error)}")
+            completion.request.fail(f"the listener raised {described(error)}")
             if not completion.is_reported:  # the listener may have cancelled
                 deque(starmap(call, end), maxlen=0)
         except BaseException:  # an interrupt, or the listener's own SystemExit: it is told of the end once more

@@ -95,8 +95,7 @@ def turns(chunks: list[Chunk], logits: Tensor) -> list[Turn]:
             state = search.advance(mine)
             found.append(Turn(members, state, [beam.parent for beam in state.live]))
         else:
-            for completion in request.completions:
-                completion.end("error", "the logits of a beam hold NaN, +inf or only -inf")
+            request.fail("the logits of a beam hold NaN, +inf or only -inf")
     return found
 
 

@@ -50,12 +50,13 @@ def ends(completion: Completion, reason: str, exits: list[BaseException]) -> boo
     except BaseException as error:
         if not isinstance(error, Exception):
             exits.append(error)
-        return _fail(completion, f"the validator raised {described(error)}")
+        completion.request.fail(f"the validator raised {described(error)}")
+        return True
     if verdict is True:
         completion.end(reason)
     elif verdict is not False and not (isinstance(verdict, str) and verdict):
         given = f"the validator returned {reprlib.repr(verdict)}"
-        return _fail(completion, f"{given}; return True to accept, or the reason (a text) or False to reject")
+        completion.request.fail(f"{given}; return True to accept, or the reason (a text) or False to reject")
     elif not completion.finish_reason:  # it may have been cancelled meanwhile
         return _reject(completion, verdict or "no reason was given")
     return True
@@ -76,10 +77,4 @@ def _exhausted(completion: Completion) -> bool:
     rejections = completion.rejections
     tries = f"all {len(rejections)} outputs" if len(rejections) > 1 else "the output"
     completion.end("error", f"the validator rejected {tries}; the last one: {rejections[-1].reason}")
-    return True
-
-
-def _fail(completion: Completion, error: str) -> bool:
-    for one in completion.request.completions:
-        one.end("error", error)
     return True

@@ -47,9 +47,10 @@ BRANCHES: Final = (
 class Drafter(Protocol):
     """A source of drafts. Its state is about sequences that run; it can be lost at any time.
 
-    If `propose` raises an Exception or returns bad drafts, the engine calls `recover`, then `propose` for each sequence
-    alone. The request of a sequence for which that fails ends with an error. `step` raises any other exception, such as
-    SystemExit, and ends no request. `forget` and `recover` must not raise.
+    If `propose` raises or returns bad drafts, the engine calls `recover`, then `propose` for each sequence alone. The
+    request of a sequence for which that fails ends with an error. `step` raises an exception that is no Exception, such
+    as SystemExit, once, when all others have their tokens. Only a KeyboardInterrupt breaks the step off and ends no
+    request. `forget` and `recover` must not raise.
 
     num_tokens: the most drafts of a sequence in a step
     vocab_size: drafts are below it; None if they are copied from the text
@@ -80,8 +81,11 @@ class Speculation:
     num_gained: tokens that sequences got behind such drafts, beyond the one of each pass
     """
 
-    def __init__(self, drafter: Drafter, config: ModelConfig) -> None:
-        """config: that of the model that verifies. Raises: InvalidRequest if the drafter has another vocabulary."""
+    def __init__(self, drafter: Drafter, config: ModelConfig, exits: list[BaseException]) -> None:
+        """config: that of the model that verifies. exits: gets what the drafter raises if that is no Exception.
+
+        Raises: InvalidRequest if the drafter has another vocabulary
+        """
         if drafter.vocab_size not in (None, config.vocab_size):
             raise InvalidRequest(
                 f"the draft model has {drafter.vocab_size} tokens in its vocabulary, the model has "
@@ -94,6 +98,7 @@ class Speculation:
                 "prompt-lookup instead of prompt-tree, or a drafter with width=1"
             )
         self.drafter: Drafter = drafter
+        self._exits = exits
         self.num_passes: int = 0
         self.num_drafts: int = 0
         self.num_accepted: int = 0
@@ -136,7 +141,7 @@ class Speculation:
                 elif drafted.is_chain:
                     chunks[place] = chunks[place].with_drafts(drafted.tokens)
                 else:
-                    _end(chunks[place].sequence, BRANCHES)
+                    chunks[place].sequence.completion.request.fail(BRANCHES)
         return chunks
 
     def _proposed(self, sequences: list[SequenceState], most: list[int]) -> list[Sequence[int] | Tree]:
@@ -146,11 +151,15 @@ class Speculation:
             for drafted, count in zip(drafts, most, strict=True):
                 self._check(drafted, count)
             return drafts
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             failure = described(error)
+            if not (isinstance(error, Exception) or self._exits):  # it is raised once, not for each sequence
+                self._exits.append(error)
         self.drafter.recover()
         if len(sequences) == 1:
-            _end(sequences[0], f"the drafter failed: {failure}")
+            sequences[0].completion.request.fail(f"the drafter failed: {failure}")
             return [()]
         return [
             () if sequence.completion.finish_reason else self._proposed([sequence], [count])[0]
@@ -243,9 +252,3 @@ class Speculation:
                 if (following := chunk.draft_behind(draft, one.token)) is not None:
                     going.append((chunk, row, following))
         return going
-
-
-def _end(sequence: SequenceState, error: str) -> None:
-    """End the request of a sequence with an error."""
-    for completion in sequence.completion.request.completions:
-        completion.end("error", error)
