@@ -121,6 +121,8 @@ class DiskTier(SlotTier):
         try:
             lock.acquire()
         except Timeout:
+            if not os.path.lexists(lock.lock_file):  # FileLock takes a file that cannot be made for one that is held
+                raise OSError(errno.ENOENT, "no file can be made in this folder", str(self._folder)) from None
             raise BlockingIOError(errno.EAGAIN, "another process uses this disk tier", str(self._folder)) from None
         self._lock = lock
         self._stride, self._frame_bytes = _rounded(pool.frame_bytes), pool.frame_bytes

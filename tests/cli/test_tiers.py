@@ -88,6 +88,14 @@ def test_a_folder_without_the_right_to_write_is_a_line(refused, tmp_path):
     assert "Permission denied; give a folder of its own" in refused(f"disk:64MiB:{tmp_path / 'mine'}")
 
 
+@pytest.mark.skipif(not os.access("/proc", os.W_OK), reason="this user may not write there, and is told so")
+def test_a_folder_in_which_no_file_can_be_made_is_not_taken_for_a_busy_one(refused):
+    assert refused("disk:1GiB:/proc") == (
+        "a tier of disk:1GiB:/proc cannot be used: /proc: no file can be made in this folder; "
+        "give a folder of its own, on a disk with room\n"
+    )
+
+
 def test_a_disk_that_is_full_at_the_start_is_a_line(refused, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
