@@ -444,7 +444,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         self._require_spaces(batch)
         asids = np.fromiter([space.asid for space in batch], np.int32, len(batch))
         ours = all(space.manager is self for space in batch)
-        if not ours or (self.state.spaces["generation"][asids] != [space.generation for space in batch]).any():
+        if not ours or self._records()["generation"][asids].tolist() != [space.generation for space in batch]:
             for space in batch:
                 self._asid(space)  # raises at the first that is stale or foreign
         return asids

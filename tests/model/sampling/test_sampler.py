@@ -208,11 +208,12 @@ def test_masked_logits_are_never_drawn() -> None:
     assert int(sample(logits, [row(temperature=5.0)]).tokens) == 9
 
 
+@pytest.mark.parametrize("least_in_blocks", [0, 1 << 21])
 @pytest.mark.parametrize(("num_rows", "num_words"), [(1, 64), (4, 1024), (5, 4096), (6, 4096 + 128), (7, 97), (9, 16)])
-def test_the_largest_logit_of_blocks_is_that_of_the_row(
-    num_rows: int, num_words: int, monkeypatch: pytest.MonkeyPatch
+def test_the_largest_logit_is_the_first_of_the_row_by_torch(
+    num_rows: int, num_words: int, least_in_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "_LEAST_IN_BLOCKS", 0)
+    monkeypatch.setattr(sampler, "_LEAST_IN_BLOCKS", least_in_blocks)
     lots = torch.Generator().manual_seed(0)
     for turn in range(20):
         logits = torch.randint(0, 40, (num_rows, num_words), generator=lots).float()  # many are equal
@@ -220,6 +221,8 @@ def test_the_largest_logit_of_blocks_is_that_of_the_row(
         logits[-1] = -math.inf if turn == 3 else logits[-1]
         largest, places = sampler._largest(logits)
         torch.testing.assert_close(largest, logits.max(-1).values, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(places, logits.argmax(-1))
+        _, places = sampler._largest(logits.T.contiguous().T)
         assert torch.equal(places, logits.argmax(-1))
 
 
