@@ -29,10 +29,15 @@ PYTEST := OMP_NUM_THREADS=1 PAGEDKV_DEBUG=3 $(BIN)/python -m pytest --quiet --nu
 # Not --quiet: that silences the warnings which --strict counts, and a broken manual passes.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Each check prints in one piece, and only what is wrong. So they may run beside one another.
+CHECKS := style types manual
+SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
-	test-nano-vllm check bench bench-check bench-readme bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
+	test-nano-vllm compiled check style types manual bench bench-check bench-readme bench-report gpu gpu-sanitize \
+	docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -40,11 +45,16 @@ help: ## this list
 demo: $(STAMPS)/base ## install the base package and answer a question from the bundled checkpoint
 	@$(BIN)/pagedkv generate </dev/null
 
-test: check ## check, then the tests that take seconds
+test: $(STAMPS)/dev ## check, then the tests that take seconds
+	@$(SIDE_BY_SIDE) compiled $(CHECKS)
 	@$(PYTEST)
 
-test-all: check ## check, then all tests but those that need a GPU
+test-all: $(STAMPS)/dev ## check, then all tests but those that need a GPU
+	@$(SIDE_BY_SIDE) compiled $(CHECKS)
 	@$(PYTEST) -m "not gpu"
+
+compiled: $(STAMPS)/dev  # once: workers that find no machine code each compile all of it
+	@$(BIN)/pagedkv warm >/dev/null
 
 test-transformers: ## the plug-in with another transformers, in an environment of its own (TRANSFORMERS=5.14.1 SELECT="not gpu")
 	@$(PYTHON) -m venv $(VENV)-transformers
@@ -101,10 +111,17 @@ test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLL
 	@NANO_VLLM=$(VENV)/nano-vllm $(BIN)/python -m pytest --quiet tests/integrations/test_nano_vllm.py
 
 check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built strictly
+	@$(SIDE_BY_SIDE) $(CHECKS)
+
+style: $(STAMPS)/dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/codespell
+
+types: $(STAMPS)/dev
+	@$(BIN)/mypy --no-error-summary
+
+manual: $(STAMPS)/dev
 	@built=`$(MKDOCS) 2>&1` || { echo "$$built"; exit 1; }
 
 bench: $(STAMPS)/dev ## the microbenchmarks in ten minutes; rows are appended to bench/results
