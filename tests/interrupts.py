@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,14 +47,3 @@ def count_instructions(work: Callable[[], Any]) -> int:
     counter = Interrupter()
     counter.run(work)
     return counter.count
-
-
-@contextlib.contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Let gc.collect() pass over all objects that live now: to look at those of torch takes a tenth of a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

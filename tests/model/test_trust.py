@@ -21,7 +21,7 @@ from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.outcome import Outcome
 from pagedkv.model.request import Completion
 from pagedkv.sampling.params import SamplingParams
-from tests.interrupts import Interrupter, count_instructions, frozen_heap
+from tests.interrupts import Interrupter, count_instructions
 
 from .conftest import prompt_of
 from .test_engine import build, idle, outputs
@@ -179,9 +179,8 @@ def test_an_interrupt_at_any_instruction_of_a_step_loses_nothing(
     whole, undisturbed = begun()
     whole.run()
     total = count_instructions(begun()[0].step)
-    with frozen_heap():
-        for at in range(1 + part, total + 1, 16):  # the parts may run in parallel
-            interrupt_and_compare(*begun(), undisturbed, at)
+    for at in range(1 + part, total + 1, 16):  # the parts may run in parallel
+        interrupt_and_compare(*begun(), undisturbed, at)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # hypothesis' gc callback took a signal
@@ -205,22 +204,21 @@ def test_real_signals_lose_nothing(
 
     old = signal.signal(signal.SIGALRM, ring)
     try:
-        with frozen_heap():
-            while interrupts < signals:
-                engine = build(checkpoint("llama"), num_frames=60)
-                requests = submitted(engine)
-                while engine.has_work:
-                    try:
-                        armed = interrupts < signals
-                        signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, longest))
-                        engine.step()
-                        armed = False
-                    except KeyboardInterrupt:
-                        armed = False
-                        interrupts += 1
-                    finally:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                assert_equal(requests, undisturbed, engine)
+        while interrupts < signals:
+            engine = build(checkpoint("llama"), num_frames=60)
+            requests = submitted(engine)
+            while engine.has_work:
+                try:
+                    armed = interrupts < signals
+                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, longest))
+                    engine.step()
+                    armed = False
+                except KeyboardInterrupt:
+                    armed = False
+                    interrupts += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert_equal(requests, undisturbed, engine)
     finally:
         signal.signal(signal.SIGALRM, old)
 

@@ -13,7 +13,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.model.engine import Engine
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.tiers import HostTier
-from tests.interrupts import Interrupter, count_instructions, frozen_heap
+from tests.interrupts import Interrupter, count_instructions
 from tests.model.conftest import prompt_of
 from tests.model.test_engine import build, idle, outputs
 
@@ -54,17 +54,16 @@ def test_an_interrupted_fetch_from_a_tier_loses_no_window(
     assert groups[0].window
     engine.run()
     engine.cache.tiers.close()
-    with frozen_heap():
-        for at in range(1, total + 1, max(4, total // samples)):
-            engine, request = begun()
-            with contextlib.suppress(KeyboardInterrupt):
-                Interrupter(at).run(engine.step)
-            engine.run()
-            assert outputs([request]) == want, f"instruction {at}"
-            assert engine.cache.manager.groups == groups
-            assert engine.cache.manager.state.groups[0, 0] == groups[0].window
-            engine.cache.tiers.quiesce()
-            gc.collect()
-            engine.step()
-            assert idle(engine), f"instruction {at}"
-            engine.cache.tiers.close()
+    for at in range(1, total + 1, max(4, total // samples)):
+        engine, request = begun()
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(at).run(engine.step)
+        engine.run()
+        assert outputs([request]) == want, f"instruction {at}"
+        assert engine.cache.manager.groups == groups
+        assert engine.cache.manager.state.groups[0, 0] == groups[0].window
+        engine.cache.tiers.quiesce()
+        gc.collect()
+        engine.step()
+        assert idle(engine), f"instruction {at}"
+        engine.cache.tiers.close()
