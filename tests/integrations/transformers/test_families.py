@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from pagedkv.integrations.transformers import PagedCache, Pool, patch, unpatch
 from pagedkv.integrations.transformers.geometry import HOST
 from tests.integrations.transformers.families import FAMILIES, GATHERED, model_of, prompts
 
+NEW = 16
+"""Tokens after the prompt: its third page fills up, and a fourth begins."""
+
 QUICK = ("llama", "qwen2 with windows", "mistral", "gpt_oss", "deepseek_v3", "falcon", "gemma4_text")
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -22,11 +26,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": 4},
     "an assistant": {},
 }
-OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
-families = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES]
-)
+
+def families(*quick: str) -> Any:
+    """Return a test's parameters: the families of `quick`, and all others in `make test-all`."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in FAMILIES]
+    )
 
 
 def generated(model: Any, way: str, assistant: Any, **options: Any) -> list[list[int]]:
@@ -39,10 +46,16 @@ def generated(model: Any, way: str, assistant: Any, **options: Any) -> list[list
     return tokens
 
 
-@families
-def test_a_patched_model_generates_the_tokens_of_dynamic_cache(name: str) -> None:
+@cache
+def expected_of(name: str) -> dict[str, list[list[int]]]:
+    """Return the tokens that DynamicCache gives, by the way."""
     model, assistant = model_of(name), model_of(name, seed=1)
-    expected = {way: generated(model, way, assistant) for way in WAYS}
+    return {way: generated(model, way, assistant) for way in WAYS}
+
+
+@families(*QUICK)
+def test_a_patched_model_generates_the_tokens_of_dynamic_cache(name: str) -> None:
+    model, assistant, expected = model_of(name), model_of(name, seed=1), expected_of(name)
     handle = patch(model, memory="64MiB")
     assert handle.attends_to_pages == (name not in GATHERED)
     for way in WAYS:
@@ -53,27 +66,25 @@ def test_a_patched_model_generates_the_tokens_of_dynamic_cache(name: str) -> Non
     assert generated(model, "greedy", assistant) == expected["greedy"]
 
 
-@families
+@families("llama", "qwen2 with windows", "gpt_oss", "deepseek_v3")
 def test_a_cache_that_gathers_serves_a_model_that_is_not_patched(name: str) -> None:
     model, assistant = model_of(name), model_of(name, seed=1)
     for way in WAYS:
         with PagedCache(model.config, pool=Pool.for_model(model, memory="64MiB")) as cache:
-            expected = generated(model, way, assistant)
+            expected = expected_of(name)[way]
             assert generated(model, way, assistant, past_key_values=cache) == expected, way
             assert cache.get_seq_length() == len(expected[0]) - 1
             cache.pool.kv.check()
         assert cache.pool.stats().mapped == 0
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("llama", "gemma2") else [pytest.mark.slow]) for name in FAMILIES]
-)
+@families("llama", "gemma2")
 def test_bfloat16_is_as_near_to_float32_as_dynamic_cache_is(name: str) -> None:
     """Log-probabilities of the same tokens: the error of pages is at most that of the host, and a half."""
     exact = model_of(name)
     inputs = prompts()
     tokens = exact.generate(**inputs, **OPTIONS)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 30, dtype=torch.long)], 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, NEW, dtype=torch.long)], 1)
     expected = step_by_step(exact, tokens, mask)
     rounded = AutoModelForCausalLM.from_config(exact.config).eval()
     rounded.load_state_dict(exact.state_dict())

@@ -188,7 +188,7 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "mistral"])
 def test_masks_of_every_kind_give_the_tokens_of_the_host(name: str) -> None:
     model, ids = model_of(name), prompts(40, (0, 9))["input_ids"]
     handle = None
