@@ -111,8 +111,11 @@ SAMPLE = (
 @pytest.mark.parametrize(
     "kv",
     [
-        "fp8_e4m3/token_head", "int4/tensor",
-        *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("", "fp8_e5m2/tensor", "int8/token_head")),
+        "int4/tensor",
+        *(
+            pytest.param(kv, marks=pytest.mark.slow)
+            for kv in ("", "fp8_e4m3/token_head", "fp8_e5m2/tensor", "int8/token_head")
+        ),
     ],
 )  # fmt: skip
 def test_a_gather_is_what_the_pages_hold(kv: str) -> None:
@@ -153,6 +156,7 @@ def test_a_sample_of_the_grid_keeps_the_contract(case: Case) -> None:
 
 @pytest.mark.parametrize("case", test_padded.CASES, ids=str)
 def test_rows_of_a_padded_query_are_those_of_its_tokens(case: Case) -> None:
+    case = replace(case, heads=(2, 1))  # the interpreter takes as long again for each head
     built, mask = case.build(), test_padded.mask_of(case, "both")
     test_padded.padded_is_right(built, mask, test_padded.spread(built.q, mask, torch.nan), INTERPRETER)
 
@@ -161,7 +165,7 @@ def test_rows_of_a_padded_query_are_those_of_its_tokens(case: Case) -> None:
     ("case", "number"),
     [
         pytest.param(
-            case, number, marks=[pytest.mark.slow] * (number is not NUMBERS[position % 4 // 2] or position % 2)
+            case, number, marks=[pytest.mark.slow] * (number is not NUMBERS[position % 6 // 3] or position % 3)
         )
         for position, case in enumerate(HIDDEN)
         for number in NUMBERS
@@ -256,26 +260,27 @@ def test_a_row_merged_by_its_last_program_keeps_the_contract(case: Case) -> None
     keeps_the_contract(case)
 
 
-@pytest.mark.parametrize("b", range(4))
-def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit(b: int) -> None:
+def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit() -> None:
     """The batch has sequences for decode and for prefill.
 
     A sequence alone is served by one of the two kernels, on another number of programs.
     """
     together = Case(q_lens=(1, 20, 3, 1), kv_lens=(130, 60, 40, 97), split_tokens=32, window=70)
     built = together.build()
-    first, end = built.batch.cu_seqlens_q[b : b + 2].tolist()
-    batch = replace(
-        built.batch,
-        block_table=built.batch.block_table[b : b + 1],
-        seq_lens=built.batch.seq_lens[b : b + 1],
-        cu_seqlens_q=torch.tensor([0, end - first], dtype=torch.int32),
-        max_seqlen_q=end - first,
-        max_seqlen_k=together.kv_lens[b],
-    )
-    alone = INTERPRETER.attend(built._replace(q=built.q[first:end].clone(), batch=batch))
-    for x, whole in zip(alone, INTERPRETER.attend(built), strict=True):
-        assert torch.equal(x, whole[first:end])
+    whole = INTERPRETER.attend(built)
+    for b in range(4):
+        first, end = built.batch.cu_seqlens_q[b : b + 2].tolist()
+        batch = replace(
+            built.batch,
+            block_table=built.batch.block_table[b : b + 1],
+            seq_lens=built.batch.seq_lens[b : b + 1],
+            cu_seqlens_q=torch.tensor([0, end - first], dtype=torch.int32),
+            max_seqlen_q=end - first,
+            max_seqlen_k=together.kv_lens[b],
+        )
+        alone = INTERPRETER.attend(built._replace(q=built.q[first:end].clone(), batch=batch))
+        for x, of_all in zip(alone, whole, strict=True):
+            assert torch.equal(x, of_all[first:end]), b
 
 
 @pytest.mark.parametrize(("q_lens", "kv_lens"), [((8, 3, 1), (150, 70, 40)), ((40, 24, 1), (150, 70, 40))])
