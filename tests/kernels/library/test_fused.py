@@ -7,6 +7,8 @@ store_states_kernel   one state or two, stored where a token belongs to a sequen
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +43,15 @@ def listed(call: Any, table: Any, lens: Any, zeros: Any, lost: Any) -> list[Any]
     return [(row[: -(-n // S)], n, zero, is_lost) for row, n, zero, is_lost in numbers]
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 24])
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("prefix", [None, 0, 20])
+def half(*values: Sequence[Any]) -> list[Any]:
+    """Return all combinations. Every second one is slow; each value is in the quick half, too."""
+    return [
+        pytest.param(*(value for _, value in each), marks=[pytest.mark.slow] * (sum(n for n, _ in each) % 2))
+        for each in itertools.product(*map(enumerate, values))
+    ]
+
+
+@pytest.mark.parametrize(("prefix", "rows", "block_size"), half([None, 0, 20], [False, True], [1, 16, 24]))
 def test_tables_without_holes_are_those_of_torch(
     prefix: int | None, rows: bool, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,14 +101,14 @@ def state_of(call: Any, parts: int, seed: int, layout: str) -> tuple[Any, Any]:
     return out.to(call.q.dtype)[:, 1:-1], lse[:, 1:-1]
 
 
-@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
-@pytest.mark.parametrize("num_states", [1, 2])
-@pytest.mark.parametrize(
-    ("dtype", "heads", "dim"), [("bfloat16", (8, 2), 128), ("float16", (5, 1), 80), ("bfloat16", (3, 3), 256)]
-)
+SHAPES = [("bfloat16", (8, 2), 128), ("float16", (5, 1), 80), ("bfloat16", (3, 3), 256)]
+
+
+@pytest.mark.parametrize(("shape", "num_states", "layout"), half(SHAPES, [1, 2], ["heads first", "tokens first"]))
 def test_states_are_stored_as_torch_stores_them(
-    dtype: str, heads: tuple[int, int], dim: int, num_states: int, layout: str
+    shape: tuple[str, tuple[int, int], int], num_states: int, layout: str
 ) -> None:
+    dtype, heads, dim = shape
     case = replace(MIXED, heads=heads, dims=(dim, dim), dtype=dtype, padding=2)
     call = call_of(case.build())
     T = call.q.shape[0]
@@ -139,8 +147,7 @@ def test_states_are_stored_as_torch_stores_them(
         assert torch.allclose(by_kernel.float(), out.float(), rtol=2 * one_bit, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("weak", [0, 1])
+@pytest.mark.parametrize(("weak", "number"), half([0, 1], [torch.nan, torch.inf, -torch.inf]))
 def test_a_state_that_is_not_finite_marks_its_sequence_even_with_a_weight_of_0(weak: int, number: float) -> None:
     call = call_of(replace(MIXED, padding=2).build())
     states = [state_of(call, 1, seed, "tokens first") for seed in range(2)]
