@@ -171,8 +171,14 @@ MOVES: dict[str, tuple[Specialisation, int]] = {
 """Each with the most registers that a thread may use."""
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize(
+    ("move", "arch"),
+    [
+        pytest.param(move, arch, marks=[pytest.mark.slow] * ((place + offset) % 2))
+        for place, move in enumerate(MOVES)
+        for offset, arch in enumerate(ARCHITECTURES)
+    ],
+)
 def test_write_merge_and_copy_compile_within_their_budgets(move: str, arch: str) -> None:
     kernel, budget = MOVES[move]
     _, log = compiled(kernel, arch)
