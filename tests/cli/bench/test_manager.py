@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 
 import pytest
 
 from pagedkv.bench.manager import peers, runner, scaling
+from pagedkv.cli.app import main
 
 STAND_IN = {
     "engine/sequence.py": """
@@ -31,25 +34,29 @@ class BlockManager:
 """A stand-in for the modules of nano-vllm: its manager does nothing."""
 
 
-@pytest.fixture
-def quick(monkeypatch):
+@pytest.fixture(scope="module")
+def quick():
     """Measure only two cases, whose state is built quickly."""
     cases = tuple(case for case in runner.CASES if case.name.startswith(("decode step, 256", "fork")))
-    monkeypatch.setattr(runner, "CASES", cases)
-    return cases
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "CASES", cases)
+        yield cases
 
 
-@pytest.fixture
-def rows(command, quick, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def rows(quick, tmp_path_factory):
     """The rows that --json prints after three rounds, with a stand-in for nano-vllm."""
+    tmp_path, printed = tmp_path_factory.mktemp("rows"), io.StringIO()
     for name, source in STAND_IN.items():
         path = tmp_path / "nanovllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    status, out, _ = command("bench", "manager", "--json", "--rounds", 3, "--record", tmp_path / "rows.jsonl")
-    assert status == 0
-    found = json.loads(out)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(SystemExit) as end:
+            main(["bench", "manager", "--json", "--rounds", "3", "--record", str(tmp_path / "rows.jsonl")])
+    assert end.value.code == 0
+    found = json.loads(printed.getvalue())
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == found
     return found
 
