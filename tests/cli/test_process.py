@@ -174,14 +174,20 @@ def delays(count: int, longest: float) -> list[float]:
     return [0.0, *(0.001 * (1000 * longest) ** dice.random() for _ in range(count))]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(150, marks=pytest.mark.slow)])
 def test_ctrl_c_is_status_130_in_silence_while_importing_loading_and_stepping(count, long_work):
     """After the mark, at any time, the status is 130: never a traceback, and never a death by the signal."""
     assert_ends_quietly(delays(count, 6.0), "generate", "--json", "--prompt-file", long_work)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("command", ["bench manager --rounds 999 --record /dev/null", "bench attention --full --json"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench manager --rounds 999 --record /dev/null",
+        pytest.param("bench attention --full --json", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_is_status_130_in_silence_in_the_other_commands(count, command):
     assert_ends_quietly(delays(count, 4.0), *command.split())
 
