@@ -18,7 +18,7 @@ Weights are a tensor, or a `Matrix` of integers with scales (matrix.py), of whic
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -50,37 +50,74 @@ def choose(device: torch.device, dtype: torch.dtype, num_tokens: int, backend: s
 def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Return x W^T + bias, as torch.nn.functional.linear. Up to 32 rows of x read W at the speed of memory on a CPU.
 
-    torch computes more rows, and what the C++ operation does not serve: other devices, float64, gradients, autocast.
-    A graph of torch.compile calls one operator. Sums may be added in another order than torch's.
+    torch computes more rows, and what the C++ operation does not serve: other devices, float64, gradients, autocast,
+    torch.func, subclasses of Tensor. A graph of torch.compile calls one operator, and so does a call that the profiler
+    or a mode of torch observes. Sums may be added in another order than torch's.
 
     backend: a kernel's name; None for PAGEDKV_KERNELS, or else the fastest.
     Shapes:  x [..., K]; weights [N, K], row-major; bias [N]; returns [..., N]
     Dtypes:  float32, bfloat16 or float16, the same for all
     Raises:  InvalidRequest if the columns of x are not those of the weights
     """
-    if x.shape[-1:] != weights.shape[1:]:
+    if weights.dim() != 2 or x.shape[-1:] != weights.shape[1:]:
         raise InvalidRequest(
             f"x has shape {list(x.shape)} and the weights {list(weights.shape)}; give x [..., K] and weights [N, K]"
         )
-    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
-    if needs_gradient or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    is_compiling = torch.compiler.is_compiling()
+    if _is_torchs(x, weights, bias) or (not is_compiling and cpu.is_transformed()):
         return F.linear(x, weights, bias)
-    if torch.compiler.is_compiling():
+    if is_compiling or cpu.is_observed(x, weights, bias):
         found: Tensor = torch.ops.pagedkv.linear.default(x, weights, bias, backend)
         return found
     return _linear(x, weights, bias, backend)
 
 
+def _is_torchs(x: Tensor, weights: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a call differentiates, is on another device, is under autocast, or is of a subclass of Tensor."""
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weights.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return True
+    if x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return True
+    return _has_own_dispatch(x) or _has_own_dispatch(weights) or (bias is not None and _has_own_dispatch(bias))
+
+
+def _has_own_dispatch(x: Tensor) -> bool:
+    """Return whether `x` is of a class that computes for itself, such as quantised weights. A Parameter is not."""
+    return type(x) is not Tensor and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def _linear(x: Tensor, weights: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     *leading, num_columns = x.shape
     num_rows = math.prod(leading)
-    ops = choose(x.device, x.dtype, num_rows, backend)
+    ops = _operations(x.device, x.dtype, num_rows, backend)
     if type(ops) is Operations:
         return F.linear(x, weights, bias)
     rows = x if len(leading) == 1 else x.reshape(num_rows, num_columns)
     bias = None if bias is None else bias.detach()  # the C++ code takes no subclass of Tensor, such as Parameter
     found = ops.norm_linear(rows, None, weights.detach(), bias, 0.0)
     return found if len(leading) == 1 else found.view(*leading, found.shape[1])
+
+
+_CHOSEN: Final[dict[tuple[Any, ...], Operations]] = {}
+"""What `choose` returned, for its arguments and all else that it depends on: reading os.environ takes microseconds."""
+
+_MOST_CHOSEN: Final = 64
+
+
+def _operations(device: torch.device, dtype: torch.dtype, num_rows: int, backend: str | None) -> Operations:
+    """Return choose(device, dtype, num_rows, backend) from `_CHOSEN` if it is there."""
+    state = cpu.state()
+    if state is None:
+        return choose(device, dtype, num_rows, backend)
+    key = (device, dtype, num_rows > cpu.MOST_TOKENS, backend, state)
+    found = _CHOSEN.get(key)
+    if found is None:
+        if len(_CHOSEN) >= _MOST_CHOSEN:
+            _CHOSEN.clear()
+        found = _CHOSEN[key] = choose(device, dtype, num_rows, backend)
+    return found
 
 
 _LIBRARY: Any = torch.library.Library("pagedkv", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.autograd import forward_ad
 
 from pagedkv.kernels import cpu, quant
 from pagedkv.kernels.linear.matrix import Matrix
@@ -36,8 +37,36 @@ def objections(device: torch.device, dtype: torch.dtype, num_tokens: int) -> lis
     return reasons
 
 
+def state() -> tuple[Any, ...] | None:
+    """Return all that may change the choice of operations, and a Body: the environment's part of it, and torch's.
+
+    None without the extension.
+    """
+    return None if cpu.missing() else (*cpu.extension().kernel_choices(), torch.get_num_threads())
+
+
+def is_observed(*tensors: Tensor | None) -> bool:
+    """Return whether a mode, a transform, a trace or the profiler must see the call, or a tensor is a negative view.
+
+    The C++ code computes unseen, and reads memory as it is.
+    """
+    if not cpu.OBSERVERS:
+        return True
+    for observes in cpu.OBSERVERS:
+        if observes():
+            return True
+    return any(x is not None and x.is_neg() for x in tensors)
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func transforms the call, or torch.autograd.forward_ad differentiates it."""
+    if forward_ad._current_level >= 0:
+        return True
+    return bool(cpu.OBSERVERS) and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class Body(Operations):
-    """The operations on the instruction set and the threads of this moment. Made anew for each step."""
+    """The operations on the instruction set and the threads of the moment at which it is made."""
 
     def __init__(self) -> None:
         self._x: Any = cpu.extension()

@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv import linear
 from pagedkv.errors import InvalidRequest
@@ -103,9 +106,140 @@ def test_columns_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     _, w, b = operands(1)
     with pytest.raises(InvalidRequest, match=r"give x \[\.\.\., K\] and weights \[N, K\]"):
         linear(torch.zeros(shape), w, b)
+    with pytest.raises(InvalidRequest, match=r"give x \[\.\.\., K\] and weights \[N, K\]"):
+        linear(torch.zeros(shape), torch.zeros(shape[-1:]))
 
 
 def test_strided_rows_are_read_where_they_are() -> None:
     x, w, b = operands(4, 2)
     assert linear(x[:, 1], w, b).equal(linear(x[:, 1].contiguous(), w, b))
     assert linear(x.transpose(0, 1), w, b).equal(linear(x, w, b).transpose(0, 1))
+
+
+# -- calls that torch must see -----------------------------------------------------------------------------------------
+
+
+def test_a_negative_view_is_read_with_its_sign() -> None:
+    x, w, b = operands(2)
+    for given in ((-x, w, b), (x, -w, b), (x, w, -b)):
+        views = [torch._neg_view(-t) if t is not s else t for t, s in zip(given, (x, w, b), strict=True)]
+        torch.testing.assert_close(linear(*views), F.linear(*given), rtol=1e-5, atol=1e-4)
+
+
+def test_a_bias_alone_may_have_a_gradient(calls: list[int]) -> None:
+    x, w, b = operands(3)
+    bias = torch.nn.Parameter(b)
+    linear(x, w, bias).sum().backward()
+    assert calls == []
+    assert bias.grad is not None
+    assert bias.grad.equal(torch.full((40,), 3.0))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_transforms_of_torch_func_are_torchs(place: int, calls: list[int]) -> None:
+    given = operands(2)
+
+    def changed(function: Any) -> Any:
+        return lambda t: function(*given[:place], t, *given[place + 1 :])
+
+    one, many = given[place], torch.stack([given[place], -given[place]])
+    for transform in (
+        lambda f: torch.func.vmap(f)(many),
+        lambda f: torch.func.grad(lambda t: f(t).sum())(one),
+        lambda f: torch.func.jvp(f, (one,), (one,))[1],
+    ):
+        torch.testing.assert_close(transform(changed(linear)), transform(changed(F.linear)))
+    assert calls == []
+
+
+def test_a_derivative_of_forward_mode_is_kept() -> None:
+    x, w, b = operands(2)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, x), w, b)).tangent
+    assert found is not None
+    torch.testing.assert_close(found, F.linear(x, w))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("record", [lambda f, x: torch.jit.trace(f, (x,)), lambda f, x: make_fx(f)(x)])
+def test_a_trace_has_the_operation(record: Any) -> None:
+    x, w, b = operands(2)
+    traced = record(lambda x: linear(x, w, b), x)
+    assert traced(-x).equal(linear(-x, w, b))
+
+
+def test_modes_and_the_profiler_see_one_operator() -> None:
+    x, w, b = operands(2)
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        linear(x, w, b)
+    assert seen == ["pagedkv.linear.default"]
+    with torch.profiler.profile() as profiler:
+        linear(x, w, b)
+    assert "pagedkv::linear" in [event.key for event in profiler.key_averages()]
+
+
+class Quantised(Tensor):
+    """Weights that compute for themselves, as those of torchao: they know torch's operators alone."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.namespace == "aten"
+        return function(*(x.held if isinstance(x, Quantised) else x for x in args), **(kwargs or {}))
+
+
+def test_weights_that_compute_for_themselves_are_torchs(calls: list[int]) -> None:
+    x, w, _ = operands(2)
+    with torch.profiler.profile():  # which would see our operator otherwise
+        found = linear(x, Quantised(w))
+    assert found.equal(F.linear(x, w))
+    assert calls == []
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_of_the_environment_and_of_threads_acts_at_once(monkeypatch: Any) -> None:
+    x, w, b = operands(2)
+    made = []
+    monkeypatch.setattr(cpu.Body, "_linear", lambda self, _, x, *rest: made.append(self) or x @ w.T)
+    before = torch.get_num_threads()
+    linear(x, w, b)
+    try:
+        torch.set_num_threads(before + 1)
+        linear(x, w, b)
+        monkeypatch.setenv("PAGEDKV_NUM_THREADS", "3")
+        linear(x, w, b)
+        monkeypatch.setenv("PAGEDKV_CPU_ISA", "portable")
+        linear(x, w, b)
+        monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
+        linear(x, w, b)
+        monkeypatch.setenv("PAGEDKV_KERNELS", "cpu")
+        monkeypatch.setenv("PAGEDKV_CPU_ISA", "none")
+        with pytest.raises(InvalidRequest, match="PAGEDKV_CPU_ISA"):
+            linear(x, w, b)
+    finally:
+        torch.set_num_threads(before)
+    assert [ops._threads for ops in made] == [before, before + 1, 3, 3]
+    assert made[-1]._isa == "portable"
+
+
+def test_the_choice_is_made_once(monkeypatch: Any) -> None:
+    x, w, b = operands(2)
+    linear(x, w, b)
+    monkeypatch.setattr("pagedkv.kernels.linear.choose", lambda *_: pytest.fail("chosen again"))
+    linear(x[:1], w, b)
