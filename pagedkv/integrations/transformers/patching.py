@@ -120,7 +120,8 @@ class Patched:
         pool.claim(model)
         shapes = shapes_of(model, pool.geometry)
         try:
-            self._linears = linears.install(model) if with_linears else []
+            if with_linears:
+                linears.install(model, self._linears)
             self._install()
             self.attends_to_pages = trial.served(model, model.config, shapes, self._paging)
             self._shapes = shapes

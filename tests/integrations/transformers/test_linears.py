@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import DynamicCache
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers import PagedCache, Patched, Pool, patch, unpatch
+from pagedkv.integrations.transformers import PagedCache, Patched, Pool, linears, patch, unpatch
 from pagedkv.integrations.transformers.geometry import CACHE
 from pagedkv.kernels import cpu as kernels
 from pagedkv.kernels.linear import cpu
@@ -125,6 +127,50 @@ def test_unpatch_gives_the_layers_their_class_back(llama: Any) -> None:
     with pytest.raises(InvalidRequest):
         patch(llama, pool=other)
     assert [type(module) for module in llama.modules()] == classes
+
+
+def test_an_interrupted_patch_leaves_no_class_behind(llama: Any, monkeypatch: Any) -> None:
+    become = linears._become
+
+    def interrupted(kind: Any, layers: Any) -> None:
+        become(kind, layers)
+        if kind is linears.PagedLinear:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(linears, "_become", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch(llama, memory="16MiB")
+    assert not any(isinstance(module, linears.PagedLinear) for module in llama.modules())
+
+
+def test_a_wrapper_that_keeps_the_method_of_a_layer_still_runs_after_unpatch(llama: Any) -> None:
+    layer, x = llama.lm_head, torch.randn(2, llama.lm_head.in_features)
+    expected = layer(x)
+    handle = patch(llama, memory="16MiB")
+    kept = layer.forward  # as the hooks of accelerate do
+    layer.forward = lambda x: kept(x)
+    handle.unpatch()
+    assert layer(x).equal(expected)
+
+
+def test_copies_of_layers_are_torchs(llama: Any, patched: Patched) -> None:
+    layer = llama.model.layers[0]
+    for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer.mlp.up_proj)):
+        assert not any(isinstance(module, linears.PagedLinear) for module in made.modules())
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        made = pickle.loads(pickle.dumps(layer.mlp.up_proj, protocol))
+        assert type(made) is torch.nn.Linear
+        assert made.weight.equal(layer.mlp.up_proj.weight)
+
+
+def test_weights_of_a_class_of_their_own_stay_as_they_are(llama: Any) -> None:
+    weight = llama.lm_head.weight.detach()
+    llama.lm_head.weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()))
+    found: list[torch.nn.Linear] = []
+    linears.install(llama, found)
+    assert len(found) == LAYERS - 1
+    assert type(llama.lm_head) is torch.nn.Linear
+    linears.remove(found)
 
 
 def test_layers_that_are_no_plain_linear_stay_as_they_are(llama: Any, rows: list[int]) -> None:
