@@ -31,7 +31,7 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 def install() -> None:
     """Put `choose` in front of vLLM's function. A second call does nothing."""
     host = utils.dispatch_cpu_unquantized_gemm
-    if hasattr(host, "__wrapped__"):
+    if hasattr(host, "is_pagedkv"):  # another plug-in may have wrapped it
         return
 
     @wraps(host)
@@ -42,6 +42,7 @@ def install() -> None:
         _LOGGER.info_once("Linear layers by pagedkv: steps of few tokens, weights of %s", layer.weight.dtype)
         layer.cpu_linear = linear
 
+    vars(choose)["is_pagedkv"] = True
     utils.dispatch_cpu_unquantized_gemm = choose
 
 

@@ -22,9 +22,8 @@ class PagedCpuPlatform(_Base):  # type: ignore[misc]
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         """Return the path of a backend's class. vLLM asks when it makes a layer, before weights are loaded."""
-        from pagedkv.integrations.vllm.linears import (
-            install,
-        )  # what it imports is not ready when vLLM imports this file
+        # Parts of vLLM that the import needs are not ready when vLLM imports this file.
+        from pagedkv.integrations.vllm.linears import install
 
         install()
         is_other = selected_backend not in (None, AttentionBackendEnum.CUSTOM)

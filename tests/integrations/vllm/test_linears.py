@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,10 @@ class Host:
         logger = SimpleNamespace(info_once=lambda text, *values: self.said.append(text % values))
         modules["vllm.logger"].init_logger = lambda _: logger
         modules["vllm.platforms"].current_platform = SimpleNamespace(is_zen_cpu=lambda: self.is_zen)
-        self.utils.dispatch_cpu_unquantized_gemm = self.choose
+        # as if another plug-in had wrapped it
+        self.utils.dispatch_cpu_unquantized_gemm = wraps(self.choose)(
+            lambda *given, **named: self.choose(*given, **named)
+        )
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
