@@ -101,7 +101,7 @@ def _linear(x: Tensor, weights: Tensor, bias: Tensor | None, backend: str | None
 
 
 _CHOSEN: Final[dict[tuple[Any, ...], Operations]] = {}
-"""What `choose` returned, for its arguments and all else that it depends on: reading os.environ takes microseconds."""
+"""Operations by the arguments of `choose` and all else that it depends on: it takes microseconds to read os.environ."""
 
 _MOST_CHOSEN: Final = 64
 

@@ -45,7 +45,7 @@ def state() -> tuple[Any, ...] | None:
     return None if cpu.missing() else (*cpu.extension().kernel_choices(), torch.get_num_threads())
 
 
-def is_observed(*tensors: Tensor | None) -> bool:
+def is_observed(x: Tensor, weights: Tensor, bias: Tensor | None) -> bool:
     """Return whether a mode, a transform, a trace or the profiler must see the call, or a tensor is a negative view.
 
     The C++ code computes unseen, and reads memory as it is.
@@ -55,7 +55,7 @@ def is_observed(*tensors: Tensor | None) -> bool:
     for observes in cpu.OBSERVERS:
         if observes():
             return True
-    return any(x is not None and x.is_neg() for x in tensors)
+    return x.is_neg() or weights.is_neg() or (bias is not None and bias.is_neg())
 
 
 def is_transformed() -> bool:
@@ -87,8 +87,9 @@ class Body(Operations):
         parts = (weights.stored, weights.scales) if isinstance(weights, Matrix) else (weights, None)
         result = out
         if result is None:
-            columns = len(weights) // 2 if mode in ("silu", "gelu_tanh") else len(weights)
-            result = x.new_empty(len(x), columns, dtype=torch.float32 if mode == "logits" else None)
+            num_rows = parts[0].shape[0]  # len() of a tensor takes longer
+            columns = num_rows // 2 if mode in ("silu", "gelu_tanh") else num_rows
+            result = x.new_empty(x.shape[0], columns, dtype=torch.float32 if mode == "logits" else None)
         if self._x.linear(_MODES[mode], x, norm, *parts, bias, result, eps, self._isa, self._threads):
             return result
         return super()._linear(mode, x, norm, weights, bias, eps, out)
