@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,11 +68,12 @@ class ToggleBackend(PagedAttentionBackend):
         return ToggleBuilder
 
 
-def of_both(host: Any) -> Any:
-    """Return a function that gives a layer both ways to compute. host: vLLM's own, which ours is in front of."""
+def of_both(ours: Any) -> Any:
+    """Return a function that gives a layer both ways to compute. ours: our function, which is in front of vLLM's."""
 
+    @wraps(ours)  # with its mark, or else our platform would put it in front of this one
     def choose(layer: Any, remove_weight: bool) -> None:
-        host(layer, remove_weight=False)
+        ours.__wrapped__(layer, remove_weight=False)
         theirs, is_served = layer.cpu_linear, linears.is_served(layer.weight)
         layer.cpu_linear = lambda *operands: (linear if is_served and _is_ours() else theirs)(*operands)
 
@@ -93,5 +95,5 @@ def _is_ours() -> bool:
 
 if _FLAG is not None:
     linears.install()
-    utils.dispatch_cpu_unquantized_gemm = of_both(utils.dispatch_cpu_unquantized_gemm.__wrapped__)
+    utils.dispatch_cpu_unquantized_gemm = of_both(utils.dispatch_cpu_unquantized_gemm)
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.ToggleBackend")

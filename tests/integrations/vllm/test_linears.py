@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Iterator
 from functools import wraps
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -93,3 +95,20 @@ def test_a_wrong_key_stops_the_engine(host: Host) -> None:
     host.config = SimpleNamespace(additional_config={"pagedkv_linear": False})
     with pytest.raises(InvalidRequest, match="pagedkv reads 'pagedkv_policy' and 'pagedkv_linears'"):
         host.layer()
+
+
+def test_the_benchmark_stays_in_front_of_ours(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.attention.backends.registry", "pagedkv.integrations.vllm.attention", "pagedkv.integrations.vllm.pages",
+    ):  # fmt: skip
+        module = ModuleType(name)
+        vars(module)["__getattr__"] = lambda attribute: type(attribute, (), {})
+        monkeypatch.setitem(sys.modules, name, module)
+    toggle = runpy.run_path(str(Path(__file__).parents[3] / "bench/vllm/toggle.py"))
+    both = toggle["of_both"](host.utils.dispatch_cpu_unquantized_gemm)
+    monkeypatch.setattr(host.utils, "dispatch_cpu_unquantized_gemm", both)
+    toggle["linears"].install()  # as our platform does for each layer
+    assert host.utils.dispatch_cpu_unquantized_gemm is both
+    host.layer()
+    assert len(host.served) == 1
