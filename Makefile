@@ -7,7 +7,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
-JOBS   ?= 2
+JOBS   ?= 3
 OUT    ?= gpu-results
 TRANSFORMERS ?= 5.14.1
 TRITON ?= 3.7.1
