@@ -38,7 +38,7 @@ _PLAIN_INPUTS: Final = frozenset(
 
 _COMPUTED_WHOLE: Final = (
     "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate", "output_hidden_states",
-    "output_attentions",
+    "output_attentions", "use_mtp",
 )  # fmt: skip
 """Options of generate() with which the host expects an empty cache, or returns something for each token of a prompt."""
 
@@ -203,7 +203,7 @@ class Patched:
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             raise InvalidRequest("a PagedCache takes masks of shape [batch, tokens]; custom masks need another cache")
         paged = self.attends_to_pages and cache.can_attend_to_pages(mask)
-        if paged and given.get("output_attentions"):
+        if paged and given.get("output_attentions", getattr(self._config, "output_attentions", False)):
             raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
         tokens = ids if ids is not None else given.get("inputs_embeds")
         if tokens is None or not len(tokens):

@@ -320,6 +320,24 @@ def test_models_and_options_that_make_no_sense_are_refused(llama: Any, patched: 
         PagedCache(llama.config, size="1GiB")
 
 
+def test_attentions_that_the_config_asks_for_are_refused(llama: Any, patched: Patched, monkeypatch: Any) -> None:
+    monkeypatch.setattr(llama.config, "_attn_implementation_internal", "eager")  # sdpa has none to give
+    monkeypatch.setattr(llama.config, "output_attentions", True)
+    with PagedCache(llama.config, pool=patched.pool) as cache, torch.no_grad():
+        with pytest.raises(InvalidRequest, match="no weights to return; call with output_attentions=False"):
+            llama(**prompts(), past_key_values=cache)
+        llama(**prompts(), past_key_values=cache, output_attentions=False)
+
+
+@pytest.mark.parametrize("option", ["prompt_lookup_num_tokens", "use_mtp", "output_hidden_states"])
+def test_a_call_that_needs_an_empty_cache_finds_no_prefix(option: str, patched: Patched) -> None:
+    llama, inputs = patched.model, prompts(40, (0, 0))
+    llama.generate(**inputs, **OPTIONS)
+    patched._generate = lambda *_, **given: given[CACHE].get_seq_length()  # the host's own generate
+    assert llama.generate(**inputs, **OPTIONS) == 32
+    assert llama.generate(**inputs, **OPTIONS, **{option: 2}) == 0
+
+
 def test_offloading_is_refused(llama: Any, patched: Patched) -> None:
     with pytest.raises(InvalidRequest, match=r"\['offloading'\], and pages are not offloaded"):
         PagedCache(llama.config, offloading=True)
