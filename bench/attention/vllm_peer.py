@@ -5,18 +5,18 @@ This side knows the protocol of vllm_worker.py and the reasons why vLLM cannot r
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.clock import Elsewhere, Step
+from pagedkv.bench.worker_process import WorkerProcess
 
 WORKER: Final = Path(__file__).with_name("vllm_worker.py")
+WAIT: Final = 30
+"""Seconds in which a worker whose stdin is closed must end."""
 
 
 class Vllm:
@@ -28,36 +28,21 @@ class Vllm:
     def __init__(self, python: Path, threads: int) -> None:
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         # between its turns the worker's threads must sleep: spinning, they would disturb the kernels timed here
-        env = os.environ | quiet | {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        env.pop("PYTHONPATH", None)
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen([str(python), str(WORKER)], env=env, text=True, cwd=WORKER.parent, **pipes)
-        self._ask({"do": "close"})
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
-        if not line:
-            raise OSError(f"the vLLM worker ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        environ = quiet | {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        command = [str(python), str(WORKER)]
+        self._worker = WorkerProcess("the vLLM worker", command, environ, WORKER.parent)
+        self._worker.ask({"do": "close"})
 
     def step(self, cell: Cell) -> Step | str:
         """Return a step that runs one repetition of the cell in the worker; or the reason why the worker cannot."""
         if why := refusal(cell):
             return why
-        answer = self._ask({"do": "open", "cell": asdict(cell) | {"lens": cell.lens()}})
+        answer = self._worker.ask({"do": "open", "cell": asdict(cell) | {"lens": cell.lens()}})
         if "why_not" in answer:
             return str(answer["why_not"])
 
         def run() -> Elsewhere:
-            timing = self._ask({"do": "run", "of": answer["ok"]})
+            timing = self._worker.ask({"do": "run", "of": answer["ok"]})
             return Elsewhere(timing["seconds"], timing["clean"])
 
         def prepare() -> Callable[[], object]:
@@ -67,13 +52,11 @@ class Vllm:
 
     def forget(self) -> None:
         """Free the worker's memory of all cells."""
-        self._ask({"do": "close"})
+        self._worker.ask({"do": "close"})
 
     def end(self) -> None:
         """End the worker process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._worker.end(WAIT)
 
 
 def refusal(cell: Cell) -> str:

@@ -5,9 +5,6 @@ This side knows the protocol of worker.py. It never imports a peer.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -18,6 +15,7 @@ from typing import Any, Final
 
 from pagedkv.bench.clock import is_undisturbed, settled
 from pagedkv.bench.progress import track
+from pagedkv.bench.worker_process import WorkerProcess
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.threads import num_threads
 
@@ -71,12 +69,10 @@ class Peer:
 
     def __init__(self, variant: Variant, python: str) -> None:
         self.variant, self.about = variant, dict[str, Any]()
-        env = os.environ | {"OMP_NUM_THREADS": str(num_threads()), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
-        env.pop("PYTHONPATH", None)
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        environ = {"OMP_NUM_THREADS": str(num_threads()), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
         command = [python, str(WORKER), str(variant.steps)]
         try:
-            self._process = subprocess.Popen(command, env=env, text=True, cwd=HERE, **pipes)
+            self._worker = WorkerProcess("its process", command, environ, HERE)
         except OSError as why:
             raise InvalidRequest(f"{python} cannot be started: {why}; --peers-python is the path of a Python") from None
 
@@ -102,33 +98,17 @@ class Peer:
         self._ask("close")
 
     def _ask(self, do: str, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do} | request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
-        if not line:
-            raise Lost(f"its process ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
+            answer = self._worker.ask({"do": do} | request)
+        except OSError as why:
+            raise Lost(str(why)) from None
         if "why_not" in answer:
             raise Lost(answer["why_not"])
         return answer
 
     def close(self) -> None:
         """End the process; kill one that does not end within WAIT seconds."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.close()
-            self._process.wait(timeout=WAIT)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        finally:
-            self._process.stdout.close()
+        self._worker.end(WAIT)
 
 
 def size_of(shapes: Sequence[tuple[int, int]], steps: int) -> Size:

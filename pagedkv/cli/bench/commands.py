@@ -105,7 +105,7 @@ def _host(name: str, words: str) -> None:
     ) -> None:
         from pagedkv.cli.bench.run import Shown, host
 
-        host(name, turns or (2 if quick else 5), shape or [], Shown(as_json, record, plot), is_quick=quick)
+        host(name, turns, shape or [], Shown(as_json, record, plot), is_quick=quick)
 
 
 @benchmarks.command("generate")
@@ -122,8 +122,7 @@ def bench_generate(
     from pagedkv.cli.bench.run import Shown, host
 
     pythons = [str(path) for path in peers_python or []]
-    shown = Shown(as_json, record, plot)
-    host("generate", turns or (2 if quick else 5), shape or [], shown, is_quick=quick, pythons=pythons)
+    host("generate", turns, shape or [], Shown(as_json, record, plot), is_quick=quick, pythons=pythons)
 
 
 _host(

@@ -100,10 +100,10 @@ def draw(name: str, rows: list[Row], path: Path) -> None:
         raise InvalidRequest(f"the plot cannot be written to {path}: {why.strerror}; give another file") from None
 
 
-def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick: bool, **more: Any) -> None:
+def host(name: str, turns: int | None, shapes: Sequence[str], shown: Shown, *, is_quick: bool, **more: Any) -> None:
     """Run a benchmark whose axis is (sequences, tokens of context): a host engine, or "generate".
 
-    more: further arguments of its `measure`.
+    turns: None for 5, or 2 of a quick run. more: further arguments of its `measure`.
     """
     if why := why_not(name, is_quick=is_quick, shapes=shapes):
         raise InvalidRequest(f"bench {name}: {why}")
@@ -116,7 +116,8 @@ def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick
         if needed > free:
             short = f"they need {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:.1f} GiB are free"
             raise InvalidRequest(f"--shape: {short}; give fewer sequences or tokens")
-    run(name, lambda report: runner.measure(asked, turns, report, **more), shown)
+    count = turns or (2 if is_quick else 5)
+    run(name, lambda report: runner.measure(asked, count, report, **more), shown)
 
 
 def why_not(name: str, *, is_quick: bool, shapes: Sequence[str] = ()) -> str:

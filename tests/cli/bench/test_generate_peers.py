@@ -158,7 +158,7 @@ def test_the_first_python_that_has_the_engine_runs_it(stand_in, tmp_path):
             assert not lost
             seconds, _ = peer.steps(8)
             assert 0.001 <= seconds < 1
-    assert peer._process.returncode == 0
+    assert peer._worker.process.returncode == 0
 
 
 def test_a_run_on_a_busy_machine_ends_early():
@@ -184,7 +184,7 @@ def test_a_worker_that_does_not_end_is_killed(stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "WAIT", 0.5)
     with started(tmp_path, [], SIZE) as (peer,):
         pass
-    assert peer._process.returncode == -9
+    assert peer._worker.process.returncode == -9
 
 
 def test_peers_make_room_for_the_shapes_that_they_take(monkeypatch):

@@ -1,0 +1,56 @@
+"""WorkerProcess: a process that answers each request, a line of JSON on its stdin, with a line of JSON on its stdout.
+
+Peers that need an environment of their own run in one: attention/vllm_peer.py, generate/peers/process.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class WorkerProcess:
+    """A process with no PYTHONPATH, whose stderr is dropped.
+
+    name:    the words by which errors call it.
+    environ: variables of its environment, beside those of this process.
+    Raises:  OSError if it cannot be started
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environ: dict[str, str], folder: Path) -> None:
+        env = os.environ | environ
+        env.pop("PYTHONPATH", None)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.name, self.process = name, subprocess.Popen(command, env=env, text=True, cwd=folder, **pipes)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request. Raises: OSError if the process has ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise OSError(f"{self.name} ended with status {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self, seconds: float) -> None:
+        """End the process; kill one that does not end within `seconds`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(timeout=seconds)
+        except (OSError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+        finally:
+            self.process.stdout.close()
