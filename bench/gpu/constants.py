@@ -2,7 +2,7 @@
 
     tile      keys of a team at a time                 stages   tiles of a team in shared memory
     warps_n   teams over the keys                      blocks   CTAs of an SM
-    warps_m   warps of 16 rows (prefill)               tails    a share leaves its last 1/tails to CTAs that are done
+    warps_m   warps of 16 rows (prefill)
 
 The choice that the code makes stands in pagedkv/kernels/cuda/specialisation.py (CLASSES and _FITS): no table overrules
 it, so a search that finds a better one says what to change there. This file knows no time.
@@ -21,7 +21,7 @@ from pagedkv.kernels.cuda import attention
 from pagedkv.kernels.cuda.specialisation import _FITS, CLASSES, RESERVED, AttentionSpecialisation
 
 AXES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
-    "decode": {"warps_n": (2, 4, 8), "tile": (16, 32), "blocks": (1, 2, 3), "stages": (2, 3, 4, 6), "tails": (8, 16)},
+    "decode": {"warps_n": (2, 4, 8), "tile": (16, 32), "blocks": (1, 2, 3), "stages": (2, 3, 4, 6)},
     "prefill": {"warps_m": (2, 4, 8), "tile": (16, 32, 64), "blocks": (1, 2), "stages": (2, 3)},
 }
 CLASS_OF: Final = {"decode": CLASSES[0], "prefill": CLASSES[-1]}

@@ -12,14 +12,15 @@
 //           warp 16 rows. Teams do not wait for one another until the unit ends. A decode has four teams of one warp,
 //           so no barrier of the block stands between two tiles of keys.
 // Stages    buffers in shared memory, each team's own: STAGES - 1 tiles are in flight while one is computed. With D =
-//           128, bf16, 3 stages and 2 CTAs, an SM has 136 KB in flight; latency x bandwidth of an H200 needs about 30.
+//           128, bf16, 2 stages and 2 CTAs, an SM has 70 KB in flight; latency x bandwidth of an H200 needs about 30.
 // Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per token of page table (from cache), the queries and
 //           results. Partial states of shared units: 4 * (Dv + 2) per row, at most two per CTA.
 // Merging   several CTAs may work on one unit. Each stores its partial state and draws a ticket: it counts itself in
 //           with an atomic add. The CTA that arrives last merges the partial states, so there is no second launch.
 // Code      size counts: a CTA that works for 5 us runs most of its instructions once, each of them a miss of the
 //           instruction cache. So loops that run once per unit are not unrolled, and work for no key is skipped.
-// Tuned     on an H200: tiles of narrow keys, what a CTA does before its first and after its last key, even cuts.
+// Tuned     on an H200: tiles of narrow keys, what a CTA does before its first and after its last key, even cuts,
+//           stages, and which bytes the L2 cache drops first.
 //           docs/explanation/gpu-predictions.md has the figures.
 //
 // Never read: slots >= seq_lens[b], table entries after the last page, punched pages. They may hold NaN and frame
@@ -356,14 +357,12 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.part = me.team_thread / 32 / WARPS_M;
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
-    Partition<ROWS, STEP_TOKENS, TAILS> partition(p);
-    auto* const records = reinterpret_cast<Record*>(p.kept);
-    const u64 launch = partition.recall(records + ptx::block_index());
+    Partition<ROWS, STEP_TOKENS> partition(p);
+    const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
     ptx::stamp(RECALLED);
     if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, launch);  // this thread alone reads it
     const float k_scale = !TOKEN_SCALES && p.k_scale ? ptx::read(p.k_scale) : 1.0f, v_scale = value_scale(p);
-    const auto claims = [&] { return partition.claim(records, launch, me.base + CLAIM_AT); };
-    for (; partition.more() || claims(); partition.advance()) {
+    for (; partition.more(); partition.advance()) {
         const Unit& unit = partition.unit;
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;

@@ -19,19 +19,11 @@
 // if all units fit and shares become at most a sixteenth wider, as with units of about equal length. 8 sequences of
 // 4,096 tokens take an H200 42 us instead of 47.
 //
-// SMs read at unequal speeds. So of an even cut each CTA may leave the end of a long share, its tail. A CTA
-// that has done its own part takes the tails that are left, one after the other:
-//
-//     |  unit 0: share 0    t0 | share 1    t1 |  unit 1: share 2    t2 | share 3    t3 |
-//
-// A tail is a piece of its own, whichever CTA takes it, so no bit of the result depends on who is fast.
-//
 // Else a CTA has at most two units that it shares with others: the one its share begins in, and the one its share ends
 // in. Each CTA of a shared unit leaves a partial state, and the unit's last CTA merges them. A `place` is a position on
 // the line. The index of a partial state, and of a unit's ticket, follows from places, with no counting. "Free cut"
 // means that there is no split_tokens, so a share may end after any step:
 //     free cut      the unit's first CTA c: partial state 2 c + 1; each later CTA c: 2 c       max_partials = 2 CTAs
-//     with tails    share c: 2 c, its tail: 2 c + 1                                            max_partials = 2 CTAs
 //     split_tokens  place of the chunk / width of a chunk                                      chunks do not overlap
 // Cost: one pass over the sequences' lengths, 32 at a time. To compute a share: two more, or three where a unit is
 // longer than a share, each with a pass over the row tiles of the lane's sequences.
@@ -41,7 +33,6 @@
 #include "ptx.cuh"
 
 constexpr int OVERHEAD = 2;  // the cost of loading a unit's queries and storing its result, in steps
-constexpr int LONG_SHARE = 32;  // steps of the shortest share that has a tail
 
 struct Unit {
     i32 sequence, tile, head;
@@ -85,31 +76,23 @@ struct alignas(128) Record {  // what a CTA keeps from launch to launch, zeros a
     Unit unit;  // in which the share begins
     i32 num_tiles;  // of its sequence
     i32 even, first_owner, last_owner;
-    u64 claims;  // of the first record: counts the tails that CTAs have taken, from launches * 2^32
 };
 static_assert(sizeof(Record) == 8 * RECORD_WORDS, "Python allocates records");
 
-// TAIL: a share leaves its last 1/TAIL; 0 for no tails.
-template <int ROWS, int STEP_TOKENS, int TAIL = 0> struct Partition {
+template <int ROWS, int STEP_TOKENS> struct Partition {
     const AttentionParams& p;
     i32 group;  // G
-    i32 number;  // of the share at hand: that of this CTA, or the share whose tail it has taken
-    bool in_tail, was_kept;  // was_kept: this CTA's share was not computed
     i64 share;  // width of each CTA's share
-    i64 begin, end;  // the share at hand on the line
+    i64 begin, end;  // this CTA's share of the line
     i32 even;  // 1: an even cut
     bool is_first;  // the current unit is the one in which the share begins
     i32 first_owner, last_owner;  // the CTAs that have the first and last item of that unit
     Unit unit;
     Sequence sequence;
 
-    static_assert(TAIL <= LONG_SHARE, "the tail of a whole share has a step");
-
     DEVICE_MEMBER explicit Partition(const AttentionParams& params) : p(params) {
         group = p.num_heads / p.num_kv_heads;
-        number = static_cast<i32>(ptx::block_index());
         is_first = true;
-        in_tail = false;
     }
 
     // Read this CTA's share from its record, or compute it and keep it there. Return the number of this launch. All
@@ -119,50 +102,15 @@ template <int ROWS, int STEP_TOKENS, int TAIL = 0> struct Partition {
         read_record(record);
         const u64 now = fingerprint();
         ptx::sync_block();  // every thread has read the record
-        was_kept = now == kept;
         if (now != kept) compute();
         if (ptx::thread_index() == 0) {
             ptx::write(&record->launches, launch + 1);
             if (now != kept) {
-                if constexpr (TAIL) {  // a CTA that takes this tail must see no other share beside the fingerprint
-                    ptx::write(&record->fingerprint, u64{0});
-                    ptx::fence();
-                }
-                write_record(record);
-                if constexpr (TAIL) ptx::fence();
                 ptx::write(&record->fingerprint, now);
+                write_record(record);
             }
         }
         return launch;
-    }
-
-    // Take a tail that no CTA has taken yet. Return false if none is left. All threads of the CTA call this. at:
-    // four bytes of shared memory.
-    DEVICE_MEMBER bool claim(Record* records, u64 launch, u32 at) {
-        if (!has_tails()) return false;
-        ptx::sync_block();  // every thread has read the last claim
-        if (ptx::thread_index() == 0) {
-            const u64 none = launch << 32;
-            const u32 next = static_cast<u32>(ptx::count_up(&records->claims, none) - none) - 1;
-            bool is_kept = false;
-            if (was_kept && next < ptx::num_blocks()) {
-                const u64 mine = ptx::read(&records[ptx::block_index()].fingerprint);
-                is_kept = ptx::read_now(&records[next].fingerprint) == mine;
-                ptx::fence();
-            }
-            ptx::shared_write(at, 2 * next + is_kept);
-        }
-        ptx::sync_block();
-        const u32 found = ptx::shared_read<u32>(at);
-        number = static_cast<i32>(found / 2);
-        is_first = in_tail = true;
-        if (found / 2 >= ptx::num_blocks()) return false;
-        if (found % 2) {
-            read_record(records + number);
-        } else {
-            compute();
-        }
-        return begin < end;
     }
 
     // Compute this CTA's share from the lengths.
@@ -185,7 +133,7 @@ template <int ROWS, int STEP_TOKENS, int TAIL = 0> struct Partition {
                 total = line;
             }
         }
-        begin = share * number;
+        begin = share * ptx::block_index();
         end = begin + share < total ? begin + share : total;
         unit = Unit{};
         sequence = Sequence{};
@@ -221,33 +169,25 @@ template <int ROWS, int STEP_TOKENS, int TAIL = 0> struct Partition {
 
     // This CTA computes the items [first_mine(), end_mine()) of the current unit.
     DEVICE_MEMBER i32 first_mine() const {
-        if (in_tail) return tail_at();
         return whole_units() ? (starts_here() ? 0 : unit.num_items) : item_at(begin);
     }
     DEVICE_MEMBER i32 end_mine() const {
-        if (has_tails() && !in_tail) return tail_at();
         return whole_units() ? (starts_here() ? unit.num_items : 0) : item_at(end_of_share());
     }
 
     // Return whether the current unit begins in this CTA's share. A unit that sees no key has no items: the CTA in
     // whose share it begins writes its result.
-    DEVICE_MEMBER bool starts_here() const { return unit.place >= begin && !in_tail; }
+    DEVICE_MEMBER bool starts_here() const { return unit.place >= begin; }
 
     // Return the pieces of the current unit, on which this CTA works. Only a shared unit takes divisions, and the first
     // one of the share takes none.
     DEVICE_MEMBER Pieces pieces() const {
         if (unit.num_items <= 1 || whole_units()) return {0, 1, 0, 1};
         if (p.split_tokens) return {place_of(0) / unit.weight, unit.num_items, 0, 1};
-        if (has_tails()) {
-            const i32 whole = last_owner - first_owner;  // shares before the last one
-            const i32 rest = unit.num_items - static_cast<i32>(whole * share);  // items of the last one
-            const i32 mine = 2 * (number - first_owner) + in_tail;
-            return {2 * static_cast<i64>(first_owner), 2 * whole + 1 + (rest >= TAIL), mine, 1};
-        }
         if (place_of(0) >= begin && place_of(unit.num_items - 1) < end_of_share()) return {0, 1, 0, 1};
         const i32 first = is_first ? first_owner : static_cast<i32>(owner(0));
         const i32 last = is_first ? last_owner : static_cast<i32>(owner(unit.num_items - 1));
-        return {2 * static_cast<i64>(first) + 1, last - first + 1, number - first, 2};
+        return {2 * static_cast<i64>(first) + 1, last - first + 1, static_cast<i32>(ptx::block_index()) - first, 2};
     }
 
     // Items [i, last) are the keys [from_key(i), to_key(last)).
@@ -325,11 +265,6 @@ private:
     }
 
     DEVICE_MEMBER bool whole_units() const { return p.split_tokens && !p.spread; }
-    DEVICE_MEMBER bool has_tails() const { return TAIL && even && share >= LONG_SHARE; }
-    DEVICE_MEMBER i32 tail_at() const {  // the first item of the share's tail
-        const i32 first = item_at(begin), last = item_at(end_of_share());
-        return last - (last - first) / (TAIL ? TAIL : 1);
-    }
     DEVICE_MEMBER i64 end_of_share() const { return begin + share; }
     DEVICE_MEMBER i64 owner(i32 item) const { return place_of(item) / share; }
     DEVICE_MEMBER i64 place_of(i32 item) const {

@@ -55,8 +55,6 @@ DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_team(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// Read what another CTA may write meanwhile.
-DEVICE u64 read_now(u64* at) { return atomicMax(at, u64{0}); }
 // Raise a counter to `least` if it is smaller, add 1, and return the sum. One thread's atomics at one place keep order.
 DEVICE u64 count_up(u64* at, u64 least) {
     atomicMax(at, least);
@@ -132,15 +130,27 @@ template <> DEVICE_MEMBER Words4 shared_read<Words4>(u32 at) {
 // Asynchronous copies of BYTES (16, 8 or 4) from global to shared memory. If not `present`, zeros land and global
 // memory is not read; a copy that knows of no absence takes fewer instructions.
 
-template <int BYTES> DEVICE void copy_async(u32 to, const void* from) {
-    if constexpr (BYTES == 16) {
+// ONCE: nobody reads the 16 bytes again soon, so the L2 cache drops them first and keeps tables and partial states.
+DEVICE u64 dropped_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+template <int BYTES, bool ONCE = false> DEVICE void copy_async(u32 to, const void* from) {
+    if constexpr (BYTES == 16 && ONCE) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                     ::"r"(to), "l"(from), "l"(dropped_first()) : "memory");
+    } else if constexpr (BYTES == 16) {
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
     }
 }
-template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) {
-    if constexpr (BYTES == 16) {
+template <int BYTES, bool ONCE = false> DEVICE void copy_async(u32 to, const void* from, bool present) {
+    if constexpr (BYTES == 16 && ONCE) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                     ::"r"(to), "l"(from), "r"(present ? 16 : 0), "l"(dropped_first()) : "memory");
+    } else if constexpr (BYTES == 16) {
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                      ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
     } else {

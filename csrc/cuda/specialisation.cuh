@@ -13,7 +13,6 @@
 //     WARPS_D                warps that share 16 rows. Each multiplies its part of D and keeps its part of the result's
 //                            columns, so that 512 columns fit into registers. 1 for most dims, 4 above 256
 //     V_IN_K                 1: V is the first part of K in the same memory (MLA) and is read once
-//     TAILS                  0, or a CTA leaves the last 1/TAILS of a long share to the CTAs that are done first
 //     PAGE_RUNS              0: any pages. 1: every 16 keys of a tile lie in one page. 2: its rows also follow one
 //                            another without gaps (stages.cuh)
 //
@@ -50,7 +49,7 @@ constexpr int TEAM_STATS_AT = Elements::Q_TERMS * Q_TERM_BYTES;  // [WARPS_N][RO
 constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
 constexpr int Q_INVERSES_AT = TOTALS_AT + 8 * ROWS;  // [ROWS]: the inverse of the power of two of each query row
 constexpr int LAST_AT = Q_INVERSES_AT + 4 * ROWS;
-constexpr int CLAIM_AT = LAST_AT + 4, LAUNCH_AT = LAST_AT + 8;
+constexpr int LAUNCH_AT = LAST_AT + 8;
 constexpr int VOTES_AT = LAST_AT + 16;  // [warps]: lanes whose result holds a NaN
 constexpr int SCORES_AT = VOTES_AT + (THREADS / 8 + 15) / 16 * 16;
 constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
@@ -61,6 +60,8 @@ constexpr int SHARED_BYTES = STAGES_AT + WARPS_N * (STAGES_BYTES > SUM_BYTES ? S
 
 constexpr int VALUE_TILES = Elements::LDMATRIX ? DV_PART / 8 : (DV_PART + 31) / 32 * 4;  // of 8 columns
 constexpr bool KEEP_QUERIES = D_PART <= 128 && TILE == 16 && Elements::Q_TERMS == 1;  // in registers, where they fit
+// A decode reads each key once. Copies of narrow keys have no registers for the hint: 32 x 4k took an H200 2 % longer.
+constexpr bool READ_ONCE = WARPS_M == 1 && KV_BITS >= 16;
 // Steps along D whose operands are loaded together.
 constexpr int KEYS_AHEAD = KEEP_QUERIES ? D_PART / 16 : KV_KIND == F32 ? 1 : 2;
 // Steps of a thread that loads queries together. Asynchronous copies wait for nothing, so one is enough.

@@ -91,6 +91,10 @@ DEVICE void advance(Tile& tile, const AttentionParams& p, const Pages& pages, co
     look_up(tile, p, pages);
 }
 
+template <class... Present> DEVICE void copy_piece(u32 to, const u8* from, Present... present) {
+    ptx::copy_async<COPY, READ_ONCE>(to, from, present...);
+}
+
 // Copy one tensor's rows of a tile, ROW_BYTES each, to rows that lie STRIDE apart.
 template <int ROW_BYTES, int STRIDE>
 DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 team_thread) {
@@ -106,7 +110,7 @@ DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 
             from = row < 32 ? from : second;
         }
         const bool present = from >= 0;
-        if (mine) ptx::copy_async<COPY>(to + row * STRIDE + within, pool + (present ? from + within : 0), present);
+        if (mine) copy_piece(to + row * STRIDE + within, pool + (present ? from + within : 0), present);
     }
 }
 
@@ -124,12 +128,12 @@ DEVICE void copy_run(u32 to, const u8* from, i64 slot_bytes, i32 left, u32 team_
             // Rows without gaps: copy number c is at c * COPY. Else the row number splits into a part that is this
             // thread's and a part that is the same for all, whose product with the step the threads share.
             if constexpr (PAGE_RUNS == 2) {
-                ptx::copy_async<COPY>(to + row * STRIDE + within, from + copy * COPY);
+                copy_piece(to + row * STRIDE + within, from + copy * COPY);
             } else if constexpr (TEAM_THREADS % COPIES_OF_ROW == 0 || COPIES_OF_ROW % TEAM_THREADS == 0) {
                 const u32 mine = team_thread / COPIES_OF_ROW;
-                ptx::copy_async<COPY>(to + row * STRIDE + within, from + mine * step + within + (row - mine) * step);
+                copy_piece(to + row * STRIDE + within, from + mine * step + within + (row - mine) * step);
             } else {
-                ptx::copy_async<COPY>(to + row * STRIDE + within, from + row * step + within);
+                copy_piece(to + row * STRIDE + within, from + row * step + within);
             }
         }
     } else {
@@ -137,7 +141,7 @@ DEVICE void copy_run(u32 to, const u8* from, i64 slot_bytes, i32 left, u32 team_
         for (u32 copy = team_thread; copy < ALL; copy += TEAM_THREADS) {
             const u32 row = copy / COPIES_OF_ROW, within = copy % COPIES_OF_ROW * COPY;
             const bool present = static_cast<i32>(row) < left;
-            ptx::copy_async<COPY>(to + row * STRIDE + within, present ? from + row * step + within : from, present);
+            copy_piece(to + row * STRIDE + within, present ? from + row * step + within : from, present);
         }
     }
 }

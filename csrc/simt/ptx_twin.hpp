@@ -30,11 +30,6 @@ DEVICE void sync_warp() { simt::sync_warp(~0u); }
 DEVICE void sync_team(u32 id, u32 threads) { simt::sync_team(id, threads); }
 DEVICE void fence() {}
 DEVICE void stamp(Place) {}
-DEVICE u64 read_now(u64* at) {
-    u64 x;
-    simt::global_read(&x, at, sizeof x);
-    return x;
-}
 DEVICE u64 count_up(u64* at, u64 least) { return simt::count_up(at, least); }
 
 template <class T> DEVICE u64 bits_of(T x) {
@@ -69,7 +64,7 @@ template <class T> DEVICE T shared_read(u32 at) {
     simt::shared_read(&x, at, sizeof x);
     return x;
 }
-template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present = true) {
+template <int BYTES, bool ONCE = false> DEVICE void copy_async(u32 to, const void* from, bool present = true) {
     simt::copy_async(to, from, BYTES, present);
 }
 DEVICE void copy_commit() { simt::copy_commit(); }

@@ -201,7 +201,7 @@ def test_a_merge_copies_as_many_pieces_as_the_stages_hold() -> None:
         counts.pieces_at_once(counts.cuda_kernel(count.kv, count.kind)) for count in kept
     ]
     assert {count.kv: count.at_once for count in kept if count.kind == "decode"} == {
-        "bfloat16": 48, "fp8_e4m3": 34, "int8": 34, "int4": 29
+        "bfloat16": 32, "fp8_e4m3": 34, "int8": 34, "int4": 29
     }  # fmt: skip
 
 

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
-OVERHEAD, LONG_SHARE, FIELDS, MOST = 2, 32, 13, 1 << 19
-"""Of a unit, in steps; steps of the shortest share with a tail; numbers that the probe writes for each piece; the most
-pieces of a launch."""
+OVERHEAD, FIELDS, MOST = 2, 11, 1 << 19
+"""Of a unit, in steps; numbers that the probe writes for each piece; pieces of a launch, at most."""
 
 PROBE = """
 #include "params.h"
@@ -38,12 +37,10 @@ PROBE = """
 #include "ptx.cuh"
 
 KERNEL(32, 1) probe(const __grid_constant__ AttentionParams p) {
-    Partition<PROBE_ROWS, PROBE_STEP, PROBE_TAILS> partition(p);
-    auto* const records = reinterpret_cast<Record*>(p.kept);
-    const u64 launch = partition.recall(records + ptx::block_index());
+    Partition<PROBE_ROWS, PROBE_STEP> partition(p);
+    const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
     i64* to = static_cast<i64*>(p.out) + static_cast<i64>(ptx::block_index()) * p.tree_row;  // no tree: a free field
-    const u32 claims = ptx::shared_base();
-    for (; partition.more() || partition.claim(records, launch, claims); partition.advance()) {
+    for (; partition.more(); partition.advance()) {
         const Unit& unit = partition.unit;
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;
@@ -53,8 +50,7 @@ KERNEL(32, 1) probe(const __grid_constant__ AttentionParams p) {
             const i32 next = p.split_tokens && item < end ? item + 1 : end;
             const i64 is_whole = item == mine && next == end;
             const i64 found[PROBE_FIELDS] = {
-                partition.number, partition.in_tail, unit.sequence, unit.tile, unit.head,
-                item, next, partition.from_key(item), partition.to_key(next),
+                unit.sequence, unit.tile, unit.head, item, next, partition.from_key(item), partition.to_key(next),
                 pieces.count, pieces.first, pieces.index(p.split_tokens ? item : pieces.mine), is_whole};
             if (ptx::thread_index() == 0) {
                 for (i64 x : found) ptx::write(to++, x);
@@ -72,21 +68,19 @@ class Probe(NamedTuple):
 
     rows: int
     step: int
-    tails: int
     name: str = "probe"
     threads: int = 32
-    shared_bytes: int = 16
+    shared_bytes: int = 0
 
     @property
     def macros(self) -> dict[str, int]:
-        return {"PROBE_ROWS": self.rows, "PROBE_STEP": self.step, "PROBE_TAILS": self.tails, "PROBE_FIELDS": FIELDS}
+        return {"PROBE_ROWS": self.rows, "PROBE_STEP": self.step, "PROBE_FIELDS": FIELDS}
 
 
 class Seen(NamedTuple):
-    """The work on items [item, end) of a unit (sequence, tile, head), and the CTA whose share they are of."""
+    """The work of a CTA on items [item, end) of a unit (sequence, tile, head)."""
 
     cta: int
-    in_tail: int
     sequence: int
     tile: int
     head: int
@@ -117,9 +111,8 @@ class Launched(NamedTuple):
 class Prober(Emulator):
     """A GPU that runs the probe with the parameters of each launch."""
 
-    def __init__(self, num_sms: int, tails: int = 0) -> None:
+    def __init__(self, num_sms: int) -> None:
         super().__init__(num_sms)
-        self.tails = tails
         self.sources["probe.cuh"] = PROBE
         self.launched: list[Launched] = []
         self.words = 0
@@ -134,13 +127,13 @@ class Prober(Emulator):
         found = torch.empty(blocks, of_cta, dtype=torch.int64)
         self.memory.append(found)
         params_of = fields | {"out": found.data_ptr(), "tree_row": of_cta}
-        probe = Probe(kernel.rows, kernel.tile * kernel.warps_n, self.tails)
+        probe = Probe(kernel.rows, kernel.tile * kernel.warps_n)
         super().launch(probe, blocks, LAYOUT.pack(*params_of.values()))
         seen, numbers = [], set()
-        for row in found:
+        for cta, row in enumerate(found):
             at = 0
             while (number := int(row[at])) >= 0:
-                seen.append(Seen(*row[at : at + FIELDS].tolist()))
+                seen.append(Seen(cta, *row[at : at + FIELDS].tolist()))
                 at += FIELDS
             numbers.add(-1 - number)
         self.launched.append(Launched(fields | {"words": self.words}, kernel, blocks, numbers, seen))
@@ -245,30 +238,24 @@ def slow_partition(units: list[Unit], ctas: int, split: bool, spread: bool) -> S
     return Slow(dict(items), even, share)
 
 
-def check(shape: Shape, launched: Launched, tails: int) -> Slow:
+def check(shape: Shape, launched: Launched) -> Slow:
     """Compare one launch with the slow partition, and check what a merge relies on."""
     fields, kernel = launched.fields, launched.kernel
     split, spread, slots = fields["split_tokens"], fields["spread"], fields["max_partials"]
     units = units_of(shape, kernel.rows, kernel.tile * kernel.warps_n, fields["min_rows"], fields["max_rows"])
     slow = slow_partition(units, launched.ctas, bool(split), bool(spread))
     items, of_unit = defaultdict(list), defaultdict(list)
-    for seen in sorted(launched.seen):  # another CTA may have done a tail before the share's own CTA began
+    for seen in launched.seen:
         items[seen.cta, seen.unit] += range(seen.item, seen.end)
         of_unit[seen.unit].append(seen)
     assert dict(items) == slow.items
     assert of_unit.keys() == {unit.key for unit in units}
-    has_tails = bool(tails) and slow.even and slow.share >= LONG_SHARE
     if slow.even:
-        ctas = [(seen.cta, seen.in_tail) for seen in launched.seen]
-        assert len(set(ctas)) == len(ctas), "of an even cut, no share has two units"
-    for seen in launched.seen:
-        num_items = len(slow.items[seen.cta, seen.unit]) if has_tails else 0
-        expected = num_items // tails if seen.in_tail else num_items - num_items // tails if tails else 0
-        assert seen.end - seen.item == expected or not has_tails
-        assert has_tails or not seen.in_tail
+        ctas = [seen.cta for seen in launched.seen]
+        assert len(set(ctas)) == len(ctas), "of an even cut, no CTA works on two units"
     tickets, partials = set[int](), set[int]()
     for unit in units:
-        pieces = sorted(of_unit[unit.key], key=lambda seen: (seen.cta, seen.in_tail))
+        pieces = of_unit[unit.key]
         edges = [seen.from_key for seen in pieces] + [pieces[-1].to_key]
         assert (edges[0], edges[-1]) == (unit.begin, unit.end)
         assert edges[1:] == [seen.to_key for seen in pieces], "the pieces of a unit follow one another"
@@ -289,7 +276,7 @@ def check(shape: Shape, launched: Launched, tails: int) -> Slow:
         assert len(set(mine)) == len(mine)
         steps = {after - before for before, after in itertools.pairwise(mine[1:])}
         assert mine[1] == mine[0] + 1
-        assert steps <= ({1} if split or has_tails else {2})
+        assert steps <= ({1} if split else {2})
         partials |= set(mine)
     assert all(0 <= index < slots for index in partials | tickets)
     if tickets:
@@ -307,7 +294,7 @@ def run(machine: Prober, *shapes: Shape) -> list[Slow]:
         attention.attend(call, machine)
         for launched in machine.launched:
             assert len(launched.numbers) == 1, "all CTAs count launches alike"
-            found.append(check(shape, launched, machine.tails))
+            found.append(check(shape, launched))
     return found
 
 
@@ -365,17 +352,7 @@ def test_any_partition_is_the_slow_one(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(10):
         num_sms, shapes = drawn(draw)
-        run(Prober(num_sms, tails=draw.choice((0, 4, 8))), *shapes)
-
-
-@pytest.mark.parametrize(
-    ("num_sms", "lengths"), [(132, (131072,) * 8), (8, (2500,) * 15), (4, (64000, 63900, 63800, 64000))]
-)
-def test_each_tail_is_taken_once_by_a_cta_that_is_done(num_sms: int, lengths: tuple[int, ...]) -> None:
-    machine = Prober(num_sms, tails=8)
-    run(machine, decode(*lengths))
-    seen = machine.launched[-1].seen
-    assert sum(each.in_tail for each in seen) > 0.45 * len(seen)
+        run(Prober(num_sms), *shapes)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 78, 132, 148])
@@ -400,7 +377,7 @@ def decode(*lengths: int) -> Shape:
         ("total > share * ptx::num_blocks() || ", "", 66, [decode(6400, *[64] * 200)]),
         ("even ? 0 : OVERHEAD", "OVERHEAD", 8, [decode(4096)]),
         ("        is_first = false;\n", "", 2, [decode(4000, 3000, 2000)]),
-        ("number - first, 2}", "number - first, 1}", 8, [decode(4096, 4096)]),
+        ("ptx::block_index()) - first, 2}", "ptx::block_index()) - first, 1}", 8, [decode(4096, 4096)]),
         ("past + unit.weight - 1)", "past + unit.weight)", 8, [Shape((1,), (4096,), (1, 1), split=64)]),
         ("if (now != kept) compute();", "if (!kept) compute();", 8, [decode(4096, 4096), decode(4096, 3000)]),
     ],
