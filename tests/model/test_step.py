@@ -5,6 +5,7 @@ Graphs are rehearsed on a CPU: `Replayed` records a call and repeats it, with th
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,6 +41,9 @@ class Replayed:
 
     captured = 0
     replayed = 0
+
+    def __init__(self, beside: Replayed | None) -> None:
+        self.beside = None if beside is None else weakref.ref(beside)
 
     def capture(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
         Replayed.captured += 1
@@ -125,6 +129,18 @@ def test_a_graph_is_captured_anew_after_a_resize(checkpoint: Checkpoints) -> Non
         engine.step()
     assert outputs([request]) == expected
     assert Replayed.captured == 3
+
+
+def test_a_graph_shares_memory_with_a_living_graph_of_its_engine_alone(checkpoint: Checkpoints) -> None:
+    """CUDA graphs of two engines may run at once, and torch refuses memory whose last graph is gone."""
+    first, second = (with_graphs(build(checkpoint("llama"), num_frames=60)) for _ in range(2))
+    for engine in (first, second, first):
+        engine.cache.resize(engine.cache.num_frames + 1)  # drops all graphs
+        engine.generate([prompt_of(20)] * 2, SamplingParams(max_tokens=6, ignore_eos=True))
+        engine.generate([prompt_of(20)], SamplingParams(max_tokens=6, ignore_eos=True))
+        alone, other = (bucket.graph for bucket in engine.forward._buckets.values())
+        assert alone.beside is None  # type: ignore[union-attr]
+        assert other.beside() is alone  # type: ignore[union-attr]
 
 
 def test_no_graph_of_an_old_pool_is_replayed_after_an_interrupted_resize(

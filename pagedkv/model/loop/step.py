@@ -49,18 +49,14 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A graph of CUDA kernels. All graphs of a process share one pool of memory, as no two of them run at once."""
+    """A graph of CUDA kernels. `beside`: a graph that never runs at the same time, whose memory it shares."""
 
-    _pool: Any = None
-
-    def __init__(self) -> None:
-        if CudaGraph._pool is None:
-            CudaGraph._pool = torch.cuda.graph_pool_handle()
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, beside: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), None if beside is None else beside._graph.pool()
 
     def capture(self, call: Callable[[], Tensor]) -> Tensor:
-        """Record the kernels of `call`, which do not run; return the tensor of their result."""
-        with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
+        """Record the kernels of `call`, which do not run; return the tensor of their result. Other threads may copy."""
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return call()
 
     def replay(self) -> None:
@@ -92,10 +88,12 @@ class _Bucket:
 class Step:
     """The forward passes of a decoder over one cache.
 
-    graphs: makes a graph, for devices that have them; None to call the decoder in each step.
+    graphs: makes a graph for devices that have them, beside one that lives; None to call the decoder in each step.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, *, graphs: Callable[[], Graph] | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: PagedKVCache, *, graphs: Callable[[Graph | None], Graph] | None = None
+    ) -> None:
         self.layers: BoundLayers = decoder.bind(cache)
         self.decoder: Decoder = decoder
         self._cache, self._graphs = cache, graphs
@@ -184,7 +182,8 @@ class Step:
             return result[: len(token_ids)]
         if bucket.graph is None:
             assert self._graphs is not None
-            graph = self._graphs()
+            beside = (other.graph for other in self._buckets.values() if other.graph is not None)
+            graph = self._graphs(next(beside, None))  # memory of which no graph lives cannot be shared again
             bucket.result = graph.capture(call)
             bucket.graph = graph
         bucket.graph.replay()
