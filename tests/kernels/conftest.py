@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv import KernelUnavailable
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu, ops, registry
 from tests.cases import moved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -92,3 +94,17 @@ class Names(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def objection(check: Callable[[Any], None], call: object) -> str:
+    """Return the text of the error that `check` raises, "" if it raises none."""
+    try:
+        check(call)
+    except InvalidRequest as why:
+        return str(why)
+    return ""
+
+
+def one_of(draw: st.DrawFn, good: Any, *others: Any) -> Any:
+    """Draw `good` nine times out of ten."""
+    return good if draw(st.integers(0, 9)) or not others else draw(st.sampled_from(others))

@@ -21,7 +21,7 @@ from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import bound, checks, cpu, ops, reference, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
 from tests.cases import SMALL, Built, Case, call_of
-from tests.kernels.conftest import Names
+from tests.kernels.conftest import Names, objection, one_of
 from tests.kernels.test_checks import CASE, WRONG_VALUES
 
 if TYPE_CHECKING:
@@ -129,20 +129,6 @@ def test_values_are_checked_as_soon_as_debugging_asks_for_it(
     monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     attend()
     assert text in refused(lambda: attend(change(built)))
-
-
-def objection(check: Callable[[Any], None], call: object) -> str:
-    """Return the text of the error that `check` raises, "" if it raises none."""
-    try:
-        check(call)
-    except InvalidRequest as why:
-        return str(why)
-    return ""
-
-
-def one_of(draw: st.DrawFn, good: Any, *others: Any) -> Any:
-    """Draw `good` nine times out of ten."""
-    return good if draw(st.integers(0, 9)) or not others else draw(st.sampled_from(others))
 
 
 @st.composite

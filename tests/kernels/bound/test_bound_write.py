@@ -16,8 +16,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, registry
 from pagedkv.kernels.args import KVLayer, RotaryTable
 from tests.cases import AXES, Case, as_bytes, empty_layer, write_of
-from tests.kernels.bound.test_bound_attention import objection, one_of
-from tests.kernels.conftest import Names
+from tests.kernels.conftest import Names, objection, one_of
 from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:
