@@ -130,7 +130,7 @@ template <> DEVICE_MEMBER Words4 shared_read<Words4>(u32 at) {
 // Asynchronous copies of BYTES (16, 8 or 4) from global to shared memory. If not `present`, zeros land and global
 // memory is not read; a copy that knows of no absence takes fewer instructions.
 
-// ONCE: nobody reads the 16 bytes again soon, so the L2 cache drops them first and keeps tables and partial states.
+// ONCE: this launch reads the 16 bytes once, so the L2 cache drops them first and keeps tables and partial states.
 DEVICE u64 dropped_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
