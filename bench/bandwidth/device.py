@@ -1,4 +1,4 @@
-"""A GPU: the ceilings of its memory, and frames that move between host and device. No machine here has one.
+"""A GPU: the ceilings of its memory, and frames that move between host and device.
 
     read, copy  of the device's memory; a copy counts the bytes read and the bytes written
     swap        frames at random places of a pool, to or from pinned memory of the host, one copy each; beside one copy

@@ -27,7 +27,8 @@ def measured(asked: Any, axes: dict[str, Sequence[Any]], shown: Shown) -> None:
         cells = Choice(False, ["decode"], axes, asked.threads).cells()
         asked = replace(asked, cells=tuple(dict.fromkeys(replace(cell, threads=1) for cell in cells)))
         asked = replace(asked, cases=asked.cases or ("decode",))
-    run("bandwidth", partial(runner.measure, asked=asked), shown, _print)
+    file = "gpu-bandwidth" if asked.device == "cuda" else None  # tables and the report are about the CPU
+    run("bandwidth", partial(runner.measure, asked=asked), shown, _print, file=file)
 
 
 def _print(rows: list[Row]) -> None:

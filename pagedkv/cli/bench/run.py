@@ -58,11 +58,17 @@ class Shown:
 
 
 def run(
-    name: str, measure: Callable[[Report], None], shown: Shown, table: Callable[[list[Row]], None] | None = None
+    name: str,
+    measure: Callable[[Report], None],
+    shown: Shown,
+    table: Callable[[list[Row]], None] | None = None,
+    *,
+    file: str | None = None,
 ) -> list[Row]:
     """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them.
 
     table: prints the rows; None for the table that all benchmarks have.
+    file:  the name of the file in bench/results, without its ending; None for the benchmark's name.
     """
     about = record.provenance()
     about["versions"] |= {peer: record.version_of(peer) for peer in PEERS.get(name, ())}
@@ -70,7 +76,7 @@ def run(
 
     def keep(row: Row) -> None:
         rows.append({"bench": name} | row | about)
-        record.append(rows[-1:], shown.keep, name)
+        record.append(rows[-1:], shown.keep, file or name)
 
     measure(keep)
     show(name, rows, shown, table)

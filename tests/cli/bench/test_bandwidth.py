@@ -83,9 +83,12 @@ def test_a_gpu_has_its_ceilings_and_swaps(command, tmp_path, monkeypatch):
     monkeypatch.setattr(device, "timer", clock.on_this_cpu)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    options = ("--device", "cuda", "--quick", "--json", "--record", tmp_path / "r", "--plot", tmp_path / "g.svg")
+    monkeypatch.setattr("pagedkv.bench.record.results", lambda: tmp_path)
+    options = ("--device", "cuda", "--quick", "--json", "--plot", tmp_path / "g.svg")
     status, out, err = command("bench", "bandwidth", *options)
     assert status == 0, err
+    kept = [path.name for path in tmp_path.glob("*.jsonl")]
+    assert kept == ["gpu-bandwidth.jsonl"], "a table of the CPU's rows must not show a GPU's"
     found = {(row["case"], row.get("direction", ""), row["device"]) for row in json.loads(out)}
     assert found >= {("ceiling", "", "a GPU"), ("swap", "to the host", "a GPU"), ("swap", "to the device", "a GPU")}
     assert "a GPU" in (tmp_path / "g.svg").read_text()
