@@ -231,6 +231,10 @@ def test_the_first_stages_fit_into_nine_minutes_and_every_later_one_into_a_call(
     assert names[0] == stages.ENVIRONMENT
 
 
+def test_racecheck_alone_runs_one_team_of_several_warps() -> None:
+    assert [stage.name for stage in SANITIZE if "--one-team" in stage.arguments] == ["sanitize-cuda-racecheck"]
+
+
 def test_stages_name_modules_files_and_options_that_exist() -> None:
     for each in (*FIRST, *LATER, *SANITIZE):
         assert each.arguments[0] == "-m"

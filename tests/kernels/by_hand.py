@@ -1,6 +1,6 @@
 """The grid of cases without pytest, for machines that have torch and the needs of a kernel, and no more.
 
-    python -m tests.kernels.by_hand --backend triton --device cuda [--cases small grid large] [--jobs N]
+    python -m tests.kernels.by_hand --backend triton --device cuda [--cases small grid large] [--jobs N] [--one-team]
 
 It prints a line for each case: its errors over the allowed errors, or the failure. The last line has the counts.
 """
@@ -12,6 +12,8 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +40,23 @@ def ratios(case: Case, backend: str, device: str) -> dict[str, float]:
         "out": np.abs(out - exact.out[: len(out)]).max(initial=0.0) / allowed_error(case, exact.out, plain.out),
         "lse": np.abs(lse[seen] - right[seen]).max(initial=0.0) / allowed_error(case, right[seen], low),
     }
+
+
+def use_one_team() -> None:
+    """Make the launches of attention in CUDA take one team of warps where a team has several warps.
+
+    racecheck takes accesses on two sides of a block barrier for a race if several such teams have barriers of their
+    own: docs/explanation/cuda-kernels.md.
+    """
+    from pagedkv.kernels.cuda import attention
+
+    chosen = attention.specialise
+
+    def specialise(*wish: Any) -> Any:
+        kernel = chosen(*wish)
+        return replace(kernel, warps_n=1) if kernel.warps_m * kernel.warps_d > 1 else kernel
+
+    attention.specialise = specialise  # type: ignore[assignment]
 
 
 _lost: list[str] = []
@@ -70,12 +89,16 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes: most of the time goes into compilers and the oracle"
     )
+    parser.add_argument("--one-team", action="store_true", help="for racecheck: one team of several warps in a CTA")
     given = parser.parse_args()
+    prepare = use_one_team if given.one_team else None
+    if prepare and given.jobs == 1:
+        prepare()
     sets = {"small": SMALL, "grid": GRID, "large": LARGE}
     jobs = [(case, given.backend, given.device) for name in given.cases for case in sets[name]]
     count = failed = 0
     with (
-        ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"))
+        ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), prepare)
         if given.jobs > 1
         else nullcontext() as pool
     ):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pagedkv.kernels import reference, registry
-from pagedkv.kernels.cuda import backend
+from pagedkv.kernels.cuda import attention, backend
 from tests.cases import GRID, LARGE, SMALL, Case, call_of
+from tests.kernels import by_hand
 from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 
@@ -91,6 +93,32 @@ def test_the_order_of_ctas_and_threads_changes_no_bit_of_a_merge() -> None:
         Emulator(4, seed=seed).attend(call)
         results.append((call.out.clone(), call.lse.clone()))
     assert all(torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]) for out, lse in results)
+
+
+def has_several_wide_teams(kernel: Any) -> bool:
+    """Return whether a CTA of this kernel has several teams of several warps."""
+    return kernel.warps_m * kernel.warps_d > 1 and kernel.warps_n > 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((5,), (70,), heads=(8, 2)),
+        Case((1,), (70,), dims=(192, 128)),
+        pytest.param(LATENT[0], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_one_team_of_several_warps_is_as_accurate(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """racecheck runs such kernels, see docs/explanation/cuda-kernels.md."""
+    machine = Emulator()
+    launches = attention.launches_of(call_of(case.build()), machine)
+    assert any(has_several_wide_teams(launch.kernel) for launch in launches)
+    monkeypatch.setattr(attention, "specialise", attention.specialise)  # the code's own, after the test
+    by_hand.use_one_team()
+    check(case, machine)
+    assert machine.launches
+    assert not any(map(has_several_wide_teams, machine.launches))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

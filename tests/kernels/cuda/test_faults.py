@@ -41,6 +41,9 @@ MISTAKES = {
     "stages become sums too early": Planted(
         "paged_attention.cuh", "ptx::sync_block();  // the sums will", "// the sums will"
     ),
+    "states of teams are read before they are stored": Planted(
+        "paged_attention.cuh", "me.first_row, me.part);\n    ptx::sync_block();", "me.first_row, me.part);"
+    ),
     "sums become stages too early": Planted(
         "paged_attention.cuh",
         "ptx::sync_block();  // the next stages will overwrite the sums\n    if (!last",

@@ -423,6 +423,21 @@ def test_cases_without_pytest_are_judged_as_with_it(
     assert by_hand.main() == 1
 
 
+def test_cases_for_racecheck_run_with_one_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def ratios(case: Case, *_: object) -> dict[str, float]:
+        calls.append("case")
+        return {}
+
+    monkeypatch.setattr(by_hand, "use_one_team", lambda: calls.append("one team"))
+    monkeypatch.setattr(by_hand, "ratios", ratios)
+    monkeypatch.setattr(by_hand, "SMALL", SMALL[:1])
+    monkeypatch.setattr(sys, "argv", ["by_hand", "--one-team", "--cases", "small"])
+    assert by_hand.main() == 0
+    assert calls == ["one team", "case"]
+
+
 def test_cases_after_a_gpu_error_count_as_lost_and_the_compilers_log_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
