@@ -93,10 +93,6 @@ def paged_attention(
     Modifies: out, if given, and returns it.
     Raises:   InvalidRequest; KernelUnavailable.
     """
-    if scale is None:
-        if not isinstance(q_THD, Tensor):
-            checks.given(q=q_THD)
-        scale = max(1, q_THD.shape[-1]) ** -0.5
     right: int | None = None
     each: Tensor | None = None
     if window is not None and type(window) is not int:
@@ -104,10 +100,10 @@ def paged_attention(
     if causal is not True and isinstance(causal, Tensor):
         each = causal
         causal = False
-    plain = (scale, causal, window, softcap, split_tokens)
     options: tuple[Any, ...] = (scale, causal, window, right, softcap, sinks, alibi_slopes, split_tokens)
     # Sinks and slopes of another dtype are converted in each call: a bound call would not see later changes.
     if (sinks is None and alibi_slopes is None) or AttentionOptions(*options).is_float32():
+        plain = (scale, causal, window, softcap, split_tokens)
         # types: 1, 1.0 and True are equal
         # Dynamo of torch 2.11 traces no id(None).
         ids = (sinks is not None and id(sinks), alibi_slopes is not None and id(alibi_slopes))
@@ -118,6 +114,9 @@ def paged_attention(
                 q_THD, batch, causal=each, tree_mask=tree_mask, out=out, return_lse=return_lse
             )
     on, masks = AttentionOptions(*options), (tree_mask, each)
+    if scale is None:
+        checks.given(q=q_THD)
+        on = on._replace(scale=max(1, q_THD.shape[-1]) ** -0.5)
     return operators.attend_by_operator(  # type: ignore[no-any-return]
         q_THD, layer, batch, on, masks, out, return_lse, backend or registry.AUTO
     )
