@@ -13,6 +13,7 @@ RATIOS: Final = {
     "over_bound": "of its bound", "times_as_fast": "× vLLM", "pages_over_this": "pages × this",
     "hit_over_miss": "of an unknown prompt", "efficiency": "of its ceiling", "of_bare": "of the bare transfer",
     "of_computing": "of computing it", "of_alone": "of a step alone", "ratio": "ratio",
+    "over_static": "of StaticCache's",
 }  # fmt: skip
 """The field of a row that holds its ratio, and the ratio in words."""
 NOT_AXES: Final = ("bench", "case", "variant", "who", "unit")
