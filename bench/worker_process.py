@@ -1,6 +1,6 @@
 """WorkerProcess: a process that answers each request, a line of JSON on its stdin, with a line of JSON on its stdout.
 
-Peers that need an environment of their own run in one: attention/vllm_peer.py, generate/peers/process.py.
+Peers run in one: manager/peers.py, attention/vllm_peer.py, generate/peers/process.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 class WorkerProcess:
-    """A process with no PYTHONPATH, whose stderr is dropped.
+    """A process whose PYTHONPATH is that of `environ` alone, and whose stderr is dropped.
 
     name:    the words by which errors call it.
     environ: variables of its environment, beside those of this process.
@@ -22,21 +23,22 @@ class WorkerProcess:
     """
 
     def __init__(self, name: str, command: Sequence[str], environ: dict[str, str], folder: Path) -> None:
-        env = os.environ | environ
-        env.pop("PYTHONPATH", None)
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environ
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.name, self.process = name, subprocess.Popen(command, env=env, text=True, cwd=folder, **pipes)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request. Raises: OSError if the process has ended."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
+        with suppress(OSError):  # the process has ended, as `read` will say
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except OSError:
-            line = ""
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        """Return the next answer; the first may come without a request. Raises: OSError if the process has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
             raise OSError(f"{self.name} ended with status {self.process.wait()}")
         answer: dict[str, Any] = json.loads(line)

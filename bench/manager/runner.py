@@ -8,11 +8,9 @@ the same work: the same number of sequences, tokens and blocks of 16, prefix cac
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -27,6 +25,7 @@ from pagedkv.bench.clock import settled
 from pagedkv.bench.manager import frame_pool, peers
 from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, ROW, timed, turn_of
 from pagedkv.bench.progress import track
+from pagedkv.bench.worker_process import WorkerProcess
 from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
 
@@ -298,8 +297,7 @@ class Peer:
         self.name, self.absent, self.version = name, "", ""
         refusals = []
         for python in pythons:
-            self._start(python)
-            answer = self._read()
+            answer = self._started(python)
             self.version, self.absent = answer.get("version", ""), answer.get("absent", "")
             if not self.absent:
                 return
@@ -307,36 +305,33 @@ class Peer:
             self.close()
         self.absent = "; ".join(dict.fromkeys(refusals))
 
-    def _start(self, python: str) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        quiet = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    def _started(self, python: str) -> dict[str, Any]:
+        """Start the process; return its first words."""
+        here = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # peers may run from their sources
+        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        file = Path(peers.__file__)
         try:
-            self._process = subprocess.Popen(
-                [python, str(Path(peers.__file__)), self.name], **pipes, env=quiet, text=True
-            )
+            self._worker = WorkerProcess("its process", [python, str(file), self.name], here | quiet, file.parent)
         except OSError as why:
             raise InvalidRequest(f"{python} cannot be started: {why}; --peers-python is the path of a Python") from None
+        return _answer(self._worker.read)
 
     def ask(self, case: Case) -> dict[str, Any]:
         """Run a turn of a case. Returns {"seconds": [...]}, or {"absent": reason}."""
         if self.absent:
             return {"absent": self.absent}
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps({"case": case.peer, "runs": case.runs}) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            return {"absent": f"its process ended with status {self._process.wait()}"}
-        return dict(json.loads(line))
+        return _answer(partial(self._worker.ask, {"case": case.peer, "runs": case.runs}))
 
     def close(self) -> None:
         """End the process. A second call does nothing."""
-        if self._process.poll() is None:
-            self._process.communicate()
+        self._worker.end(10)
+
+
+def _answer(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read()
+    except OSError as ended:
+        return {"absent": str(ended)}
 
 
 def measure(rounds: int, pythons: Sequence[str] = (), cases: Sequence[Case] | None = None) -> list[Figure]:
