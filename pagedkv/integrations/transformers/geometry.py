@@ -65,19 +65,19 @@ class Geometry:
         if not hasattr(config, "get_text_config"):
             raise InvalidRequest(f"got a {type(config).__name__} as the config of a model; give model.config")
         if getattr(config, "is_encoder_decoder", False):
-            raise InvalidRequest(_refusal(config, "it is an encoder-decoder, and pages serve decoders alone"))
+            raise InvalidRequest(refusal(config, "it is an encoder-decoder, and pages serve decoders alone"))
         text = config.get_text_config(decoder=True)
         if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
-            raise InvalidRequest(_refusal(config, "it has layers of cross-attention"))
+            raise InvalidRequest(refusal(config, "it has layers of cross-attention"))
         if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-            raise InvalidRequest(_refusal(config, "it has layers of chunked attention"))
+            raise InvalidRequest(refusal(config, "it has layers of chunked attention"))
         with refused_if_it_fails(config, "transformers makes no DynamicCache for it"):
             layers = DynamicCache(config=text).layers
         kinds = [type(layer).__name__ for layer in layers]
         known = {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer"}
         if not layers or set(kinds) - known:
             what = ", ".join(sorted(set(kinds) - known)) or "none"
-            raise InvalidRequest(_refusal(config, f"pages serve full and sliding attention, and it has {what}"))
+            raise InvalidRequest(refusal(config, f"pages serve full and sliding attention, and it has {what}"))
         windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
         cached = tuple(number for number, kind in enumerate(kinds) if kind != "DummyLayer")
         return cls(windows, cached, not any(kind in _CHANGING_ROTATION for kind in _rotations(text)))
@@ -113,7 +113,7 @@ def shapes_of(model: Any, geometry: Geometry) -> dict[int, Shape]:
     for layer in geometry.cached:
         held: Any = cache.layers[layer] if layer < len(cache.layers) else None
         if held is None or not isinstance(held.keys, torch.Tensor):
-            raise InvalidRequest(_refusal(model.config, f"its layer {layer} stored no K and V in the cache"))
+            raise InvalidRequest(refusal(model.config, f"its layer {layer} stored no K and V in the cache"))
         found[layer] = Shape.of(held.keys, held.values)
     return found
 
@@ -126,10 +126,16 @@ def refused_if_it_fails(config: Any, why: str) -> Iterator[None]:
     except (InvalidRequest, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise InvalidRequest(_refusal(config, f"{why} ({type(error).__name__}: {error})")) from error
+        raise InvalidRequest(refusal(config, f"{why} ({said(error)})")) from error
 
 
-def _refusal(config: Any, why: str) -> str:
+def said(error: Exception) -> str:
+    """Return the class and the message of an error, in one line."""
+    return ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
+
+
+def refusal(config: Any, why: str) -> str:
+    """Return the sentence that refuses a model because of `why`."""
     return f"a model of type {config.model_type!r} keeps the cache of transformers: {why}"
 
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.attention import ACTIVE
 from pagedkv.integrations.transformers.cache import PagedCache
-from pagedkv.integrations.transformers.geometry import CACHE, Shape, refused_if_it_fails
+from pagedkv.integrations.transformers.geometry import CACHE, Shape, refusal, refused_if_it_fails, said
 from pagedkv.integrations.transformers.pool import Pool
 
 Paging = Callable[[bool], AbstractContextManager[Any]]
@@ -57,13 +57,12 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
                     return paged
                 reasons.append(f"its logits differ by {difference:.2g} of their range")
             except Exception as error:  # whatever a model does with a cache that it does not know
-                reasons.append(f"{type(error).__name__}: {error}")
+                reasons.append(said(error))
             finally:
                 ACTIVE.asked = None
                 pool.close()
-    raise InvalidRequest(
-        f"{type(model).__name__} cannot be served from pages. Attention to pages: {reasons[0]}. Gathered: {reasons[1]}"
-    )
+    why = f"neither attention to pages serves it ({reasons[0]}), nor K and V that are gathered ({reasons[1]})"
+    raise InvalidRequest(refusal(config, why))
 
 
 @contextmanager
@@ -92,7 +91,8 @@ def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
         1,
     )
     if cache.get_seq_length() != _PROMPT:
-        raise InvalidRequest(f"{_PROMPT} tokens were computed, and the cache holds {cache.get_seq_length()}")
+        held = cache.get_seq_length()
+        raise InvalidRequest(refusal(model.config, f"it computed {_PROMPT} tokens, and stored {held} in the cache"))
     rows = torch.tensor([1, 0], device=model.device)
     cache.reorder_cache(rows)
     mask = torch.cat([mask[rows], mask.new_ones(2, 1)], 1)
