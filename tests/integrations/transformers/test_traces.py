@@ -1,0 +1,213 @@
+"""Traces of the plug-in: an import leaves none, and unpatch() and Pool.close() leave neither memory nor names."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, Patched, Pool, patch, unpatch
+from pagedkv.integrations.transformers.geometry import CACHE
+from tests.integrations.transformers.families import model_of, prompts
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def storages(handle: Patched) -> list[StorageWeakRef]:
+    """Return weak references to the memory of all pages, and of their scales."""
+    kv = handle.pool.kv
+    tensors = [
+        kv.storage.bytes,
+        *(getattr(layer, name, None) for layer in kv for name in ("k", "v", "k_scale", "v_scale")),
+    ]
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor is not None]
+
+
+def is_freed(references: list[StorageWeakRef]) -> bool:
+    gc.collect()
+    return all(reference.expired() for reference in references)
+
+
+def used(name: str, **options: Any) -> tuple[Any, Patched, list[Any]]:
+    """Return a model that is patched and has generated in several ways, its handle, and what the calls returned."""
+    model = model_of(name)
+    handle, inputs = patch(model, memory="16MiB", **options), prompts()
+    kept = [
+        model.generate(**inputs, **OPTIONS, return_dict_in_generate=True),  # with its cache
+        model.generate(**inputs, **OPTIONS, num_beams=2),
+        model.generate(input_ids=inputs["input_ids"][:1], **OPTIONS, prompt_lookup_num_tokens=4),
+    ]
+    with torch.no_grad():
+        kept.append(model(**inputs, **{CACHE: PagedCache(model.config, pool=handle.pool)}))
+    return model, handle, kept
+
+
+FORMS = [
+    ("llama", {}), ("llama", {"kv_dtype": "int8"}), ("mistral", {}), ("gpt_oss", {}), ("falcon", {}),
+    ("gemma4_text", {"prefix_cache": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_unpatch_frees_the_pages_while_the_model_lives(name: str, options: dict[str, Any]) -> None:
+    model, handle, kept = used(name, **options)
+    references = storages(handle)
+    assert not any(reference.expired() for reference in references)
+    unpatch(model)
+    assert is_freed(references)
+    assert model.generate(**prompts(), **OPTIONS).equal(kept[0].sequences) or "kv_dtype" in options
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_closing_a_pool_frees_its_pages_while_the_model_is_patched(name: str, options: dict[str, Any]) -> None:
+    model, handle, kept = used(name, **options)
+    references = storages(handle)
+    handle.pool.close()
+    assert is_freed(references)
+    with pytest.raises(InvalidRequest, match="the pool is closed"):
+        model.generate(**prompts(), **OPTIONS)
+    assert kept[0][CACHE].get_seq_length() == 0
+    assert model.generate(**prompts(), **OPTIONS, use_cache=False).shape == kept[0].sequences.shape
+    unpatch(model)
+
+
+def test_a_pool_of_the_user_outlives_unpatch_and_is_freed_by_close() -> None:
+    model = model_of("llama")
+    pool = Pool.for_model(model, memory="16MiB")
+    handle = patch(model, pool=pool)
+    model.generate(**prompts(), **OPTIONS)
+    references = storages(handle)
+    unpatch(model)
+    assert not any(reference.expired() for reference in references)
+    pool.close()
+    assert is_freed(references)
+
+
+@pytest.mark.parametrize("call", ["generate", "__call__"])
+def test_pages_are_freed_after_a_call_that_was_interrupted(call: str) -> None:
+    model = model_of("llama")
+    handle = patch(model, memory="16MiB")
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_hook(fail)
+    options = OPTIONS if call == "generate" else {CACHE: PagedCache(model.config, pool=handle.pool)}
+    with pytest.raises(KeyboardInterrupt) as raised, torch.no_grad():
+        getattr(model, call)(**prompts(), **options)
+    hook.remove()
+    references = storages(handle)
+    unpatch(model)
+    assert is_freed(references)
+    assert raised.traceback  # alive, with the frames of the call
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+               "_forward_pre_hooks_with_kwargs", "_backward_hooks")  # fmt: skip
+
+
+def looks(model: Any) -> dict[str, Any]:
+    """Return what can be seen of a model: of each module the class, forward, attributes and hooks; its settings."""
+    found: dict[str, Any] = {
+        name: (
+            type(module),
+            module.forward.__func__,
+            {key: id(value) for key, value in vars(module).items()},
+            [dict(getattr(module, registry)) for registry in _REGISTRIES],
+        )
+        for name, module in model.named_modules()
+    }
+    config = model.config.get_text_config(decoder=True)
+    return found | {
+        "generate": model.generate.__func__,
+        "attention": (model.config._attn_implementation, config._attn_implementation),
+        "config": model.config.to_dict(),
+        "generation": model.generation_config.to_dict(),
+        "class": {key: id(value) for key, value in vars(type(model)).items() if not key.startswith("_abc")},
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "deepseek_v3", "falcon", "gemma4_text"])
+def test_a_model_looks_as_before_after_unpatch(name: str) -> None:
+    model = model_of(name)
+    model.generate(**prompts(), **OPTIONS)
+    before = looks(model)
+    handle = patch(model, memory="16MiB")
+    for options in ({}, {"num_beams": 2}):
+        model.generate(**prompts(), **OPTIONS, **options)
+    assert model.generate.__module__ == "transformers.generation.utils"  # what functools.wraps leaves
+    handle.unpatch()
+    assert looks(model) == before
+
+
+def test_a_model_that_is_refused_looks_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    model.generate(**prompts(), **OPTIONS)
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.rand(*x.shape[:-1], 99))
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    with pytest.raises(InvalidRequest, match="neither attention to pages serves it"):
+        patch(model, memory="16MiB")
+    assert model.config._attn_implementation == "sdpa"
+    for name, module in model.named_modules():
+        kind, attributes = before[name]
+        assert type(module) is kind
+        assert vars(module).keys() == attributes.keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+# -- an import ---------------------------------------------------------------------------------------------------------
+
+IMPORT = """
+import sys
+import torch
+import transformers
+from transformers import cache_utils, masking_utils, modeling_utils
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.models.auto import auto_factory
+import pagedkv
+
+def registered():
+    return {
+        "attention": dict(modeling_utils.ALL_ATTENTION_FUNCTIONS.items()),
+        "masks": dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items()),
+        "layers": [dict(getattr(cache_utils, name, {})) for name in
+                   ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING", "LAYER_TYPE_CACHE_MAPPING")],
+        "configs": dict(transformers.CONFIG_MAPPING._extra_content),
+        "classes": [dict(vars(kind)) for kind in (
+            transformers.PreTrainedModel, transformers.GenerationMixin, transformers.PreTrainedConfig,
+            cache_utils.Cache, cache_utils.DynamicCache, PagedAttentionCache, torch.nn.Module, torch.nn.Linear)],
+    }
+
+def operators():
+    return set(torch._C._dispatch_get_all_op_names())
+
+before, known = registered(), operators()
+import pagedkv.integrations.transformers as integration
+after = registered()
+for what in before:
+    assert after[what] == before[what], what
+assert integration.NAME not in after["attention"] and integration.NAME not in after["masks"]
+ours = {name for name in operators() - known if not name.startswith(("pagedkv::", "pagedkv_"))}
+assert not ours, ours
+integration.register()
+assert set(registered()["attention"]) - set(before["attention"]) == {integration.NAME}
+assert set(registered()["masks"]) - set(before["masks"]) == {integration.NAME}
+"""
+
+
+def test_an_import_registers_nothing() -> None:
+    """In a process of its own: other tests patch models."""
+    found = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr
