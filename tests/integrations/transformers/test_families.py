@@ -80,7 +80,13 @@ def test_a_cache_that_gathers_serves_a_model_that_is_not_patched(name: str) -> N
 
 @families("llama", "gemma2")
 def test_bfloat16_is_as_near_to_float32_as_dynamic_cache_is(name: str) -> None:
-    """Log-probabilities of the same tokens: the error of pages is at most that of the host, and a half."""
+    """Log-probabilities of the same tokens: the error of pages is at most that of the host, and a half.
+
+    Both errors are means over 48 tokens, of rounding that differs where layers attend to pages. The mean of the
+    absolute values of 48 normal errors scatters by 0.76 / sqrt(48) = 11 %, and the ratio of two such means by 16 %. So
+    1.5 is three times that above 1. Eight seeds of six families gave ratios of 1.01 on average, 1.39 at most, with a
+    deviation of 0.16.
+    """
     exact = model_of(name)
     inputs = prompts()
     tokens = exact.generate(**inputs, **OPTIONS)

@@ -205,15 +205,34 @@ def test_another_cache_is_served_by_the_host(cache: str, llama: Any, patched: Pa
     assert found.equal(llama.generate(**inputs, **OPTIONS))
 
 
-@pytest.mark.parametrize("runs", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_static_cache_gives_the_same_tokens_again_and_again(runs: int, llama: Any, patched: Patched) -> None:
-    """A prototype, which built the mask of another cache late, failed this once in twelve runs."""
-    inputs = prompts(9, (0, 2))
-    expected = llama.generate(**inputs, **OPTIONS)
-    for _ in range(runs):
-        static = StaticCache(config=llama.config, max_cache_len=64)
-        assert llama.generate(**inputs, **OPTIONS, past_key_values=static).equal(expected)
-        assert llama.generate(**inputs, **OPTIONS).equal(expected)
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("llama", 10),
+        pytest.param("llama", 200, marks=pytest.mark.slow),
+        pytest.param("mistral", 100, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", 100, marks=pytest.mark.slow),
+    ],
+)
+def test_a_static_cache_gives_the_same_tokens_again_and_again(name: str, runs: int) -> None:
+    """A prototype, which built the mask of another cache in its attention function, failed this once in twelve runs.
+
+    A StaticLayer gives its own counter, a tensor, as its length, and `update` moves the counter on in place. So a mask
+    that is built after `update` shows one column of zeros too many to prompts without padding: the logits always
+    differ, and the tokens of some prompts. The tests of transformers draw other prompts in each run. The masks of
+    another cache are now the host's, which builds them before its first layer.
+    """
+    model = model_of(name)
+    handle = patch(model, memory="16MiB")
+    options = OPTIONS | {"return_dict_in_generate": True, "output_logits": True}
+    for run in range(runs):
+        inputs = prompts(9, ((0, 2), (0, 0))[run % 2], seed=run)
+        static = StaticCache(config=model.config, max_cache_len=64)
+        found = model.generate(**inputs, **options, past_key_values=static)
+        expected = model.generate(**inputs, **options)
+        assert found.sequences.equal(expected.sequences)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-3, rtol=1e-3)
+    handle.unpatch()
 
 
 def test_a_patched_model_can_be_trained(llama: Any, patched: Patched) -> None:
