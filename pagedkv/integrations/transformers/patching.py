@@ -73,6 +73,8 @@ def patch(
         raise InvalidRequest("the model is patched already; call unpatch(model) first to patch it with other options")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise InvalidRequest("the layers of the model are on several devices, and a pool is on one; load it onto one")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise InvalidRequest("weights of the model are offloaded or not loaded, and a pool needs its device; load them")
     if pool is not None and not isinstance(pool, Pool):
         raise InvalidRequest(f"patch got a {type(pool).__name__} as its pool; give a Pool, or leave it out")
     if pool is not None and (memory, kv_dtype, block_size, prefix_cache) != (None, None, 16, True):

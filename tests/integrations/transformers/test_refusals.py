@@ -1,0 +1,224 @@
+"""Refusals: each is one sentence before the first token, and stands in the manual's list."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, Patched, Pool, patch
+from pagedkv.integrations.transformers.geometry import CACHE
+from tests.integrations.transformers.families import FAMILIES, model_of, prompts
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+ROOT: Final = Path(__file__).parents[3]
+SECTION: Final = " ".join(
+    (ROOT / "docs/start/transformers.md")
+    .read_text()
+    .partition("\n## Refusals\n")[2]
+    .partition("\n## ")[0]
+    .split()
+)
+"""The manual's list, in one line."""
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of("llama", num_hidden_layers=2)
+
+
+@pytest.fixture
+def patched(llama: Any) -> Any:
+    handle = patch(llama, memory="16MiB")
+    yield handle
+    assert llama.config._attn_implementation == "sdpa"
+    handle.unpatch()
+
+
+def sentence_of(call: Callable[[], Any]) -> str:
+    """Return the sentence with which a call is refused."""
+    with pytest.raises(InvalidRequest) as raised:
+        call()
+    sentence = str(raised.value)
+    assert "\n" not in sentence
+    assert len(sentence) < 300
+    return sentence
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def forward(handle: Patched, **inputs: Any) -> Any:
+    with PagedCache(handle.model.config, pool=handle.pool) as cache:
+        return handle.model(**prompts(8, (0, 2)) | inputs, **{CACHE: cache})
+
+
+def with_gradients(handle: Patched) -> Any:
+    with PagedCache(handle.model.config, pool=handle.pool) as cache:
+        return handle.model(**prompts(8, (0, 2)), **{CACHE: cache})
+
+
+@torch.no_grad()
+def second(handle: Patched, **inputs: Any) -> Any:
+    """Call the model a second time, with one token for each of two rows if `inputs` do not say otherwise."""
+    with PagedCache(handle.model.config, pool=handle.pool) as cache:
+        handle.model(**prompts(8, (0, 2)), **{CACHE: cache})
+        try:
+            return handle.model(**{"input_ids": torch.ones(2, 1, dtype=torch.long)} | inputs, **{CACHE: cache})
+        finally:
+            assert cache.get_seq_length() == 8
+
+
+def as_bfloat16(handle: Patched) -> Any:
+    handle.model.bfloat16()
+    try:
+        return handle.model.generate(**prompts(8, (0, 2)), **OPTIONS)
+    finally:
+        handle.model.float()
+
+
+FOUR: Final = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
+    "`output_attentions`": (lambda one: forward(one, output_attentions=True), "no weights to return"),
+    "masks of four dimensions": (lambda one: forward(one, attention_mask=FOUR), "custom masks need another cache"),
+    "a dict of masks": (
+        lambda one: forward(one, attention_mask={"full_attention": FOUR}), "custom masks need another cache",
+    ),
+    "a mask that hides other tokens": (
+        lambda one: second(one, attention_mask=torch.ones(2, 9)), "another than in the calls before",
+    ),
+    "other rows than the cache has": (
+        lambda one: second(one, input_ids=torch.ones(3, 1, dtype=torch.long)), "the batch has 3 rows and the cache 2",
+    ),
+    "gradients": (with_gradients, "for inference only"),
+    "another dtype or device": (as_bfloat16, "unpatch(model), then patch(model)"),
+    "a copy or a pickle": (lambda one: copy.deepcopy(one.model), "cannot be copied or pickled"),
+    "`PagedCache(offloading=True)`": (
+        lambda one: PagedCache(one.model.config, offloading=True), "pages are not offloaded",
+    ),
+}  # fmt: skip
+"""words of the manual: (a call that is refused, a part of its sentence)."""
+
+
+@pytest.mark.parametrize("words", IN_A_CALL)
+def test_a_call_is_refused_in_a_sentence_and_changes_nothing(words: str, llama: Any, patched: Patched) -> None:
+    call, part = IN_A_CALL[words]
+    assert part in sentence_of(lambda: call(patched))
+    assert words in SECTION
+    patched.pool.kv.check()
+    assert patched.pool.stats().mapped == 0
+    assert llama.generate(**prompts(8, (0, 2)), **OPTIONS).shape == (2, 16)
+
+
+OFFLOADED: Final = [kind for kind in ALL_CACHE_IMPLEMENTATIONS if "offloaded" in kind]
+
+
+@pytest.mark.parametrize("kind", OFFLOADED)
+@pytest.mark.parametrize("place", ["the call", "a generation config", "the model"])
+def test_offloaded_caches_are_refused_wherever_they_are_asked_for(
+    place: str, kind: str, llama: Any, patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {}
+    if place == "the call":
+        options["cache_implementation"] = kind
+    elif place == "a generation config":
+        options["generation_config"] = GenerationConfig(cache_implementation=kind)
+    else:
+        monkeypatch.setattr(llama.generation_config, "cache_implementation", kind)
+    sentence = sentence_of(lambda: llama.generate(**prompts(8, (0, 2)), **OPTIONS, **options))
+    assert f"cache_implementation is {kind!r}, and pages are not offloaded" in sentence
+    assert patched.pool.stats().mapped == 0
+    assert '`cache_implementation="offloaded"` and its kin' in SECTION
+
+
+def test_masks_of_images_are_refused() -> None:
+    """Gemma 3 lets the tokens of an image see one another."""
+    config = AutoConfig.for_model(
+        "gemma3", text_config=FAMILIES["gemma3_text"],
+        vision_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 32, "patch_size": 8},
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    handle, ids = patch(model, memory="16MiB"), prompts(12, (0,))["input_ids"]
+    kinds = torch.zeros_like(ids)
+    kinds[:, 2:6] = 1
+    assert "not causal" in sentence_of(lambda: model.generate(ids, token_type_ids=kinds, **OPTIONS))
+    assert handle.pool.stats().mapped == 0
+    assert "masks that are not causal" in SECTION
+    assert model.generate(ids, **OPTIONS).shape == (1, 20)
+    handle.unpatch()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("an encoder and a decoder", "t5"), ("cross-attention", "mllama"), ("chunked attention", "llama4_text"),
+        ("linear state", "jamba"), ("indexed attention", "deepseek_v32"),
+        ("K and V that are compressed", "deepseek_v4"),
+    ],
+)  # fmt: skip
+def test_a_config_is_refused_in_a_sentence(words: str, kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this host has no such model")
+    config = AutoConfig.for_model(kind)
+    for make in (PagedCache, Pool):
+        assert "keeps the cache of transformers: " in sentence_of(lambda make=make: make(config))
+    assert words in SECTION
+
+
+def test_weights_that_are_offloaded_are_refused(llama: Any) -> None:
+    scattered = model_of("llama", num_hidden_layers=1)
+    scattered.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    assert "on several devices" in sentence_of(lambda: patch(scattered))
+    with torch.device("meta"):
+        empty = type(llama)(llama.config)
+    assert "weights of the model are offloaded" in sentence_of(lambda: patch(empty))
+    assert "weights on several devices, or offloaded by accelerate" in SECTION
+
+
+# -- not refused -------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_embeds_and_assistants_find_no_pages(llama: Any, patched: Patched) -> None:
+    inputs, columns = prompts(40, (0,)), []
+    llama.generate(**inputs, **OPTIONS)
+    assert patched.pool.kv.lookup(inputs["input_ids"][0].tolist()) == 32
+    hook = llama.model.layers[0].register_forward_pre_hook(lambda _, args: columns.append(args[0].shape[1]))
+    llama.generate(**inputs, **OPTIONS)  # a new hook: all pages are forgotten
+    columns.clear()
+    llama.generate(**inputs, **OPTIONS)
+    assert columns[0] == 8
+    columns.clear()
+    llama.generate(**inputs, **OPTIONS, assistant_model=model_of("llama", num_hidden_layers=1))
+    assert columns[0] >= 40  # with drafts
+    columns.clear()
+    embeds = llama.get_input_embeddings()(inputs["input_ids"]).detach()
+    llama.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], **OPTIONS)
+    assert columns[0] == 40
+    hook.remove()
+    assert "MTP and `inputs_embeds` are served, and their prompts find no pages" in SECTION
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@torch.no_grad()
+def test_a_cache_without_patch_serves_masks_of_four_dimensions(name: str) -> None:
+    model, ids = model_of(name, num_hidden_layers=2), prompts(12, (0, 0))["input_ids"]
+    mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+    mask[:, :, 6:, 2:4] = False
+    step = torch.ones(2, 1, 1, 13, dtype=torch.bool)
+    found = []
+    for cache in (DynamicCache(config=model.config), PagedCache(model.config, memory="16MiB")):
+        first = model(ids, attention_mask=mask, **{CACHE: cache}).logits
+        found.append(torch.cat([first, model(ids[:, :1], attention_mask=step, **{CACHE: cache}).logits], 1))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
