@@ -71,6 +71,8 @@ class Geometry:
             raise InvalidRequest(refusal(config, "it has layers of cross-attention"))
         if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
             raise InvalidRequest(refusal(config, "it has layers of chunked attention"))
+        if "recurrent" in (getattr(text, "block_types", None) or ()):  # before 5.24 the cache does not show this
+            raise InvalidRequest(refusal(config, "it has layers of linear state"))
         with refused_if_it_fails(config, "transformers makes no DynamicCache for it"):
             layers = DynamicCache(config=text).layers
         kinds = [type(layer).__name__ for layer in layers]
