@@ -60,7 +60,7 @@ test-transformers: ## the plug-in with another transformers, in an environment o
 	@$(PYTHON) -m venv $(VENV)-transformers
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check 'transformers==$(TRANSFORMERS)' \
-		'setuptools>=77' 'pybind11>=2.13' psutil pytest pytest-xdist
+		'setuptools>=77' 'pybind11>=2.13' accelerate peft psutil pytest pytest-xdist
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable .
 	@$(PYTEST:$(BIN)/%=$(VENV)-transformers/bin/%) -p no:cacheprovider -m "$(SELECT)" tests/integrations/transformers
 

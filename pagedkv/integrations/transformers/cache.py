@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from pagedkv import PagedBatch, gather_kv, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import CACHE, Shape
-from pagedkv.integrations.transformers.identity import is_random, salt_of
+from pagedkv.integrations.transformers.identity import is_reproducible, salt_of
 from pagedkv.integrations.transformers.pool import Pool
 from pagedkv.integrations.transformers.step import Rows, Step
 
@@ -429,7 +429,7 @@ class PagedCache(Cache):
             self.pool.forget_others()
             self._salt = salt_of(self.pool.model)
             self.salt = self.salt or self._salt
-            self.shares, self._is_identified = not is_random(self.pool.model), True
+            self.shares, self._is_identified = is_reproducible(self.pool.model), True
         elif self._is_identified and self._salt != salt_of(self.pool.model):
             self.shares = False  # other adapters go on with these tokens
 

@@ -3,6 +3,7 @@
 weights     fingerprint: pages of other weights are forgotten
 hooks       the same: hooks of modules inside the model change what layers compute
 adapters    salt: pages with other adapters stay, and are not found
+rows        a model whose adapters differ by row or by position neither shares pages nor finds any
 autocast    salt, too
 dropout     a model in training mode neither shares pages nor finds any
 """
@@ -53,6 +54,8 @@ def salt_of(model: Any) -> bytes:
     if torch.is_autocast_enabled(model.device.type):
         found.add(f"autocast {torch.get_autocast_dtype(model.device.type)}")
     for module in model.modules() if "peft" in sys.modules else ():
+        if _is_hooked_by_peft(module):
+            found.add("an adapter for each row")
         active = getattr(module, "active_adapters", None) if hasattr(module, "base_layer") else None
         if active is not None and not getattr(module, "disable_adapters", False):
             scales = getattr(module, "scaling", {})
@@ -60,6 +63,27 @@ def salt_of(model: Any) -> bytes:
     return "\n".join(sorted(found)).encode()
 
 
-def is_random(model: Any) -> bool:
-    """Return whether a part of the model is in training mode: with dropout, equal tokens get other K and V."""
-    return any(module.training for module in model.modules())
+def is_reproducible(model: Any) -> bool:
+    """Return whether equal tokens get equal K and V.
+
+    They do not with dropout, in training mode, nor if PEFT has an adapter for each row (`adapter_names`) or from some
+    token on (aLoRA): it hooks its layers while such a call runs.
+    """
+    modules = list(model.modules())
+    is_random = any(module.training for module in modules)
+    return not is_random and ("peft" not in sys.modules or not any(_is_hooked_by_peft(module) for module in modules))
+
+
+def makes_own_inputs(model: Any) -> bool:
+    """Return whether something else than the class of the model makes the inputs of its forward passes.
+
+    PEFT puts the tokens of prompt tuning and of prefix tuning before a prompt in this way.
+    """
+    name = "prepare_inputs_for_generation"
+    replaced = vars(model).get(name)
+    return replaced is not None and getattr(replaced, "__func__", None) is not getattr(type(model), name)
+
+
+def _is_hooked_by_peft(module: Any) -> bool:
+    functions = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())  # they are partial
+    return any(str(getattr(function, "__module__", "")).startswith("peft.") for function in functions)

@@ -25,6 +25,7 @@ from pagedkv.integrations.transformers.attention import ACTIVE, IN_CONFIG, regis
 from pagedkv.integrations.transformers.batching import BATCHING_NAME
 from pagedkv.integrations.transformers.cache import PagedCache, has_padding_behind
 from pagedkv.integrations.transformers.geometry import CACHE, HOST, shapes_of
+from pagedkv.integrations.transformers.identity import makes_own_inputs
 from pagedkv.integrations.transformers.pool import Pool
 
 _ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
@@ -270,10 +271,12 @@ class Patched:
             ids: Any = inputs if inputs is not None else kwargs.get("input_ids")
             mask = self._mask_of(ids, config, kwargs)
             whole = _COMPUTED_WHOLE if HOST >= (5, 23) else (*_COMPUTED_WHOLE, "prefill_chunk_size")
-            if mask is not None and self._reuses and not any(self._option(name, config, kwargs) for name in whole):
+            is_whole = makes_own_inputs(self.model) or any(self._option(name, config, kwargs) for name in whole)
+            if mask is not None and self._reuses and not is_whole:
                 self._meet(cache)
-                cache.find(ids, mask)
-                self._prefill(cache, ids, mask, config, kwargs)
+                if cache.shares:
+                    cache.find(ids, mask)
+                    self._prefill(cache, ids, mask, config, kwargs)
             result = self._generate(inputs, *args, **kwargs | {CACHE: cache})
         except BaseException:
             self._leave()

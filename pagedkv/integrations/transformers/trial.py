@@ -78,7 +78,8 @@ def _without_dropout(model: Any) -> Iterator[None]:
 
 def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
     """Return float32 [N, vocabulary]: the logits of a prefill in `parts`, of a step after it, and of a last token."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    embeddings = model.get_input_embeddings()
+    vocabulary = getattr(embeddings, "num_embeddings", None) or len(embeddings.weight)  # PEFT's have a weight alone
     ids = (torch.arange(2 * _PROMPT, device=model.device).view(2, -1) * 7 + 3) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0

@@ -20,11 +20,7 @@ from tests.integrations.transformers.families import FAMILIES, model_of, prompts
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 ROOT: Final = Path(__file__).parents[3]
 SECTION: Final = " ".join(
-    (ROOT / "docs/start/transformers.md")
-    .read_text()
-    .partition("\n## Refusals\n")[2]
-    .partition("\n## ")[0]
-    .split()
+    (ROOT / "docs/start/transformers.md").read_text().partition("\n## Refusals\n")[2].partition("\n## ")[0].split()
 )
 """The manual's list, in one line."""
 

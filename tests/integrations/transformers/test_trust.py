@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -136,6 +137,53 @@ def test_an_adapter_that_is_switched_in_a_conversation_leaves_no_pages(
     layer.active_adapters = ["a"]
     with PagedCache(model.config, pool=patched.pool) as cache:
         assert cache.find(more) == 48  # of the 51 tokens that were stored with adapter a
+
+
+def test_layers_that_peft_hooks_for_the_rows_of_a_call_share_no_pages(
+    model: Any, patched: Any, monkeypatch: Any
+) -> None:
+    """PEFT gives each row of a call its adapter in this way, and equal tokens of two rows then have other K and V."""
+    monkeypatch.setitem(__import__("sys").modules, "peft", SimpleNamespace())
+
+    def hook(_: Any, inputs: Any, rows: list[float]) -> Any:
+        return (inputs[0] * torch.tensor(rows).repeat(len(inputs[0]) // 2)[:, None, None],)
+
+    hook.__module__ = "peft.tuners.lora.model"
+    inputs = {name: value.repeat(2, 1) for name, value in prompts(40, (0,)).items()}
+    handle = model.model.layers[0].self_attn.v_proj.register_forward_pre_hook(functools.partial(hook, rows=[1.0, -3.0]))
+    found = model.generate(**inputs, **OPTIONS)
+    with PagedCache(model.config, pool=patched.pool) as cache:
+        assert cache.find(**inputs) == 0
+    patched.unpatch()
+    assert same(found, model.generate(**inputs, **OPTIONS))
+    handle.remove()
+    assert not same(found[:1], found[1:])
+
+
+def test_a_prompt_whose_inputs_another_makes_is_computed_whole(model: Any, patched: Any, monkeypatch: Any) -> None:
+    """PEFT puts the tokens of prompt tuning before a prompt in this way."""
+    inputs, own = prompts(40, (0,)), model.prepare_inputs_for_generation
+    model.generate(**inputs, **OPTIONS)
+    columns = []
+
+    @functools.wraps(own)
+    def prepare(*args: Any, **options: Any) -> Any:
+        made = own(*args, **options)
+        columns.append(made["input_ids"].shape[1])
+        return made
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", prepare)
+    model.generate(**inputs, **OPTIONS)
+    assert columns[0] == 40
+    columns.clear()
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", own)
+    counted = model.model.register_forward_pre_hook(
+        lambda _, __, given: columns.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    model.generate(**inputs, **OPTIONS)
+    model.generate(**inputs, **OPTIONS)
+    assert columns[12] == 8
+    counted.remove()
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon"])

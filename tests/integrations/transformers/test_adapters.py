@@ -1,0 +1,249 @@
+"""Adapters of PEFT and hooks of accelerate: patched models with them give the tokens that they give without us."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, patch
+from pagedkv.integrations.transformers.geometry import CACHE
+from pagedkv.integrations.transformers.linears import PagedLinear
+from tests.integrations.transformers.families import model_of, prompts
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+def tokens(model: Any) -> list[list[int]]:
+    found: list[list[int]] = model.generate(**prompts(), **OPTIONS).tolist()
+    return found
+
+
+def known(pool: Any, model: Any) -> int:
+    """Return how many columns of the prompts are known with the adapters that are active now."""
+    with PagedCache(model.config, pool=pool) as cache:
+        return cache.find(**prompts())
+
+
+def has_our_layers(model: Any) -> bool:
+    return any(isinstance(module, PagedLinear) for module in model.modules())
+
+
+# -- peft --------------------------------------------------------------------------------------------------------------
+
+
+def lora(*targets: str) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+@pytest.fixture
+def adapted() -> Any:
+    """Return a Llama with two adapters, a and b, of which a is active."""
+    config = lora("q_proj", "k_proj", "up_proj")
+    from peft import get_peft_model
+
+    model = get_peft_model(model_of("llama"), config, adapter_name="a")
+    model.add_adapter("b", lora("v_proj", "down_proj"))
+    model.set_adapter("a")
+    return model.eval()
+
+
+def test_a_wrapper_of_peft_is_refused_and_says_what_to_patch(adapted: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"got a PeftModelForCausalLM; .*; patch\(model.get_base_model\(\)\)"):
+        patch(adapted)
+
+
+def test_adapters_are_switched_and_disabled_while_a_model_is_patched(adapted: Any) -> None:
+    expected = {}
+    for name in ("a", "b"):
+        adapted.set_adapter(name)
+        expected[name] = tokens(adapted)
+    with adapted.disable_adapter():
+        expected["none"] = tokens(adapted)
+    assert len({str(one) for one in expected.values()}) == 3
+    handle = patch(adapted.get_base_model(), memory="16MiB")
+    assert handle.attends_to_pages
+    assert handle.num_linears > 4 * 7  # those of the adapters, too
+    for name in ("a", "b", "a"):
+        adapted.set_adapter(name)
+        assert tokens(adapted) == expected[name]
+        assert tokens(adapted) == expected[name]
+        assert known(handle.pool, handle.model) == 9 + 16  # of the row with nine columns of padding
+    with adapted.disable_adapter():
+        assert known(handle.pool, handle.model) == 0
+        assert tokens(adapted) == expected["none"]
+    handle.unpatch()
+    assert not has_our_layers(adapted)
+    assert tokens(adapted) == expected["a"]
+
+
+def test_an_adapter_is_merged_before_and_while_a_model_is_patched(adapted: Any) -> None:
+    expected = tokens(adapted)
+    handle = patch(adapted.get_base_model(), memory="16MiB")
+    assert tokens(adapted) == expected
+    adapted.merge_adapter()
+    assert tokens(adapted) == expected
+    adapted.unmerge_adapter()
+    assert tokens(adapted) == expected
+    merged = adapted.merge_and_unload()
+    assert merged is handle.model
+    assert merged.generate(**prompts(), **OPTIONS).tolist() == expected
+    handle.unpatch()
+    assert not has_our_layers(merged)
+    handle = patch(merged, memory="16MiB")
+    for _ in range(2):
+        assert tokens(merged) == expected
+    assert handle.num_linears == 4 * 7 + 1
+    handle.unpatch()
+
+
+def test_an_adapter_is_added_to_a_patched_model() -> None:
+    config = lora("q_proj", "k_proj", "up_proj")
+    from peft import get_peft_model
+
+    model = model_of("llama")
+    before = tokens(model)
+    handle = patch(model, memory="16MiB")
+    assert tokens(model) == before
+    adapted = get_peft_model(model, config).eval()
+    found = [tokens(adapted), tokens(adapted)]
+    handle.unpatch()
+    assert not has_our_layers(adapted)
+    assert found == [tokens(adapted)] * 2
+    assert found[0] != before
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_rows_of_equal_tokens_with_other_adapters_share_no_pages(beams: int, adapted: Any) -> None:
+    ids = prompts(37, (0,))["input_ids"].repeat(3, 1)
+    options = OPTIONS | {"max_new_tokens": 30, "num_beams": beams}
+
+    def rows(*names: str) -> list[list[int]]:
+        found: list[list[int]] = adapted.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), adapter_names=list(names), **options
+        ).tolist()
+        return found
+
+    orders = (("a", "b", "__base__"), ("b", "a", "a"))
+    expected = [rows(*order) for order in orders]
+    alone = adapted.generate(input_ids=ids, **options).tolist()
+    assert expected[0][0] != expected[0][1] != expected[0][2]
+    handle = patch(adapted.get_base_model(), memory="16MiB")
+    for _ in range(2):
+        assert [rows(*order) for order in orders] == expected
+        assert adapted.generate(input_ids=ids, **options).tolist() == alone
+    handle.unpatch()
+
+
+def test_a_conversation_that_goes_on_with_an_adapter_for_each_row_leaves_no_pages(adapted: Any) -> None:
+    ids = prompts(37, (0,))["input_ids"].repeat(2, 1)
+    handle = patch(adapted.get_base_model(), memory="16MiB")
+    talk = adapted.generate(input_ids=ids, **OPTIONS, return_dict_in_generate=True)
+    more = torch.cat([talk.sequences, ids], 1)
+    adapted.generate(input_ids=more, adapter_names=["a", "b"], **OPTIONS, **{CACHE: talk[CACHE]})
+    talk[CACHE].close()
+    with PagedCache(handle.model.config, pool=handle.pool) as cache:
+        assert cache.find(more) == 48  # that the first call has stored
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_prompts_after_virtual_tokens_find_no_pages_of_prompts_without(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model_of("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    with torch.no_grad():
+        for name, parameter in model.eval().named_parameters():
+            parameter.mul_(3 if "prompt" in name else 1)
+    expected = tokens(model)
+    with model.disable_adapter():
+        without = tokens(model)
+    assert expected != without
+    handle = patch(model.get_base_model(), memory="16MiB")
+    for _ in range(2):
+        assert tokens(model) == expected
+        with model.disable_adapter():
+            assert tokens(model) == without
+    assert known(handle.pool, handle.model) == 9 + 16
+    handle.unpatch()
+    assert tokens(model) == expected
+
+
+def test_an_adapter_of_the_embeddings_is_served() -> None:
+    config = lora("q_proj", "embed_tokens")
+    from peft import get_peft_model
+
+    model = get_peft_model(model_of("llama"), config).eval()
+    expected = tokens(model)
+    handle = patch(model.get_base_model(), memory="16MiB")
+    assert tokens(model) == tokens(model) == expected
+    handle.unpatch()
+
+
+def test_an_adapter_that_transformers_added_is_served() -> None:
+    config = lora("q_proj", "k_proj")
+    model = model_of("llama")
+    before = tokens(model)
+    handle = patch(model, memory="16MiB")
+    assert tokens(model) == before
+    try:
+        model.add_adapter(config, "a")
+    except ValueError as error:
+        pytest.skip(str(error))  # this host wants another PEFT
+    model.eval()
+    found = tokens(model)
+    model.disable_adapters()
+    assert tokens(model) == before
+    model.enable_adapters()
+    assert tokens(model) == found != before
+    handle.unpatch()
+    assert tokens(model) == found
+
+
+# -- accelerate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["hooks first", "patch first"])
+@pytest.mark.parametrize("places", [{"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
+def test_hooks_of_accelerate_on_one_device_change_no_token(places: dict[str, str], order: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of("llama")
+    expected = tokens(model)
+
+    def dispatch() -> None:
+        accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+
+    if order == "hooks first":
+        dispatch()
+    handle = patch(model, memory="16MiB")
+    if order == "patch first":
+        dispatch()
+    for _ in range(2):
+        assert tokens(model) == expected
+    assert handle.pool.stats().cached > 0
+    handle.unpatch()
+    assert not has_our_layers(model)
+    assert tokens(model) == expected
+
+
+def test_weights_that_accelerate_offloads_are_refused(tmp_path: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    whole = accelerate.cpu_offload(model_of("llama"), torch.device("cpu"))
+    with pytest.raises(InvalidRequest, match="weights of the model are offloaded"):
+        patch(whole)
+    part = model_of("llama")
+    accelerate.dispatch_model(part, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    with pytest.raises(InvalidRequest, match="on several devices"):
+        patch(part)
+
+
+def test_weights_that_are_offloaded_after_patch_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of("llama")
+    handle = patch(model, memory="16MiB")
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(InvalidRequest, match=r"is torch.float32 on meta, and was torch.float32 on cpu"):
+        tokens(model)
+    handle.unpatch()
