@@ -34,6 +34,7 @@ from pagedkv.kernels.triton.partition import ends_and_share, first_seen_unit, se
 from pagedkv.kernels.triton.specialisation import (
     head_bytes,
     keys_of,
+    mask_of,
     pool_of,
     right_of,
     rules_of,
@@ -49,18 +50,21 @@ if TYPE_CHECKING:
 
 
 # do_not_specialize: these numbers change from step to step
-@triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence"])
+@triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence", "tree", "tree_stride"])
 def decode_kernel(
     q, out, lse, part_out, part_lse, tickets, pool, tables, rules, strides,
-    num_sequences, max_queries, unit, units_per_sequence,
+    num_sequences, max_queries, unit, units_per_sequence, tree, tree_stride,
     SPEC: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the line of units, for one kv head and one tile of its query heads.
 
     pool, tables, rules, strides: tuples, see specialisation.py.   SPEC: the Specialisation.
+    tree, tree_stride: see `mask_of`.
     tickets: int32 [B, heads], zeros: partials stored so far; used if SPEC.one_launch.
     ROWS:    the rows of a tile that a sequence can fill.          AT_ONCE: partials merged in one step.
     """
+    if SPEC.split:  # a function cannot return None in a tuple
+        rules = (rules[0], rules[1], rules[2], rules[3], rules[4], tree, tree_stride, rules[7])
     p, programs, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     ends, share = ends_and_share(
         tables[3], tables[4], num_sequences, max_queries, rules[2], unit, programs, BATCH, SPEC
@@ -111,7 +115,7 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
     window, slopes, tree_stride = rules[2], rules[4], rules[6]
     n = tl.load(seq_lens + b)
     token, query, head, ok, num_new = rows_of(h, b, cu_seqlens_q, SPEC.M, SPEC)
-    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right_of(b, tables, rules))
+    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right_of(b, tables, rules, SPEC), n)
     if SPEC.alibi:
         slopes = tl.load(slopes + head, mask=ok, other=0.0)
 
@@ -178,6 +182,9 @@ def merge_kernel(
     num_new = tl.load(cu_seqlens_q + b + 1) - first_query
     if (query >= num_new) | (num_new > max_queries):
         return
+    if SPEC.above:  # noqa: SIM102, for Triton has no `and` that stops at a False
+        if num_new <= SPEC.above:
+            return
     ends, share = ends_and_share(
         seq_lens, cu_seqlens_q, num_sequences, max_queries, rules[2], unit, programs, BATCH, SPEC
     )
@@ -213,19 +220,30 @@ def most_queries(call: AttentionCall) -> int:
 def paged_decode(call: AttentionCall) -> None:
     """Compute attention for the sequences with at most `most_queries` new tokens.
 
+    With `split_tokens`, no bit may depend on the batch, so the tile of a sequence follows from its own new tokens:
+    sequences of at most 16 rows have one launch, and the others another one.
     Modifies: their rows of call.out and call.lse.
     """
-    B, K, Dv = call.seq_lens.shape[0], call.k.shape[2], call.out.shape[2]
-    max_queries, tuned = most_queries(call), tuned_for(call)
-    # with split_tokens, the tile is the same for all batches: no bit may depend on the batch
+    most = most_queries(call)
     if call.split_tokens is None:
-        max_queries = min(max_queries, call.max_seqlen_q)
+        _decode(call, 0, min(most, call.max_seqlen_q))
+        return
+    few = min(most, max(1, 16 // (call.q.shape[1] // call.k.shape[2])))
+    _decode(call, 0, few)
+    if min(most, call.max_seqlen_q) > few:
+        _decode(call, few, most)
+
+
+def _decode(call: AttentionCall, above: int, max_queries: int) -> None:
+    """Compute attention for the sequences with more than `above` new tokens and at most `max_queries`."""
+    B, K, Dv = call.seq_lens.shape[0], call.k.shape[2], call.out.shape[2]
+    tuned = tuned_for(call)
     rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
     M = max(16, min(tuned.M, rows))
     if M == 16:
         tuned = tuned_for(call, "decode_16")
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
-    spec = replace(spec, one_launch=tuned.one_launch, mixed=max_queries > 1 or call.tree_mask is not None)
+    spec = replace(spec, one_launch=tuned.one_launch, mixed=max_queries > 1 or spec.tree, above=above)
     many_warps = M == 64 or (M == 32 and spec.dtype == tl.float32)  # with fewer warps, accumulators would spill
 
     heads, unit = K * spec.head_tiles, min(call.split_tokens or spec.N, FARTHEST)
@@ -241,7 +259,7 @@ def paged_decode(call: AttentionCall) -> None:
     rows = min(rows, spec.M)
     decode_kernel[programs, heads](
         call.q, call.out, call.lse, part_out, part_lse, tickets, pool_of(call), *tuples, *sizes,
-        **constants, ROWS=rows, AT_ONCE=max(1, min(16, 8192 // (rows * spec.V0))),
+        *mask_of(call), **constants, ROWS=rows, AT_ONCE=max(1, min(16, 8192 // (rows * spec.V0))),
         num_warps=8 if many_warps else tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if slots and not spec.one_launch:

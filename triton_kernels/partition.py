@@ -33,15 +33,15 @@ def ends_and_share(
 ):
     """Return `ends`, int32 [BATCH]: the end of each sequence's units in the line; and `share`, the units of a program.
 
-    A sequence without queries, or with more than `max_queries`, has no units. Every other sequence has at least one
-    unit, because its output must be written.
+    A sequence without queries, with more than `max_queries`, or with at most SPEC.above, has no units. Every other
+    sequence has at least one unit, because its output must be written.
     """
     b = tl.arange(0, BATCH)
     there = b < num_sequences
     n = tl.load(seq_lens + b, mask=there, other=0)
     m = tl.load(cu_seqlens_q + b + 1, mask=there, other=0) - tl.load(cu_seqlens_q + b, mask=there, other=0)
     units = tl.maximum((n - 1) // unit + 1 - first_seen_unit(n, m, window, unit, SPEC), 1)
-    units = tl.where((m > 0) & (m <= max_queries), units, 0)
+    units = tl.where((m > SPEC.above) & (m <= max_queries), units, 0)
     ends = tl.cumsum(units, 0)
     total, longest = tl.sum(units, 0), tl.max(units, 0)
     share = tl.maximum((total + programs - 1) // programs, 1)

@@ -15,7 +15,8 @@ Bytes     every tile reads its keys again, mostly from L2: G query heads * M / G
 Tuned     on an H200, for bfloat16 heads of 128; the rest as in decode.py.
 
 With `split_tokens`, this kernel never splits keys, so the sums of a sequence depend on that sequence alone. Short
-sequences always go to decode, in any batch.
+sequences always go to decode, in any batch. A call with a tree mask runs the same code as one without. It reads the
+mask once to find which tiles all rows see, so a mask that says what causality says gives the same tiles.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.specialisation import (
     head_bytes,
     keys_of,
+    mask_of,
     pool_of,
     right_of,
     rules_of,
@@ -38,7 +40,15 @@ from pagedkv.kernels.triton.specialisation import (
     strides_of,
     tables_of,
 )
-from pagedkv.kernels.triton.tile import finish, load_query, normalised, query_rows, store_parts, walk
+from pagedkv.kernels.triton.tile import (
+    bounds_of_mask,
+    finish,
+    load_query,
+    normalised,
+    query_rows,
+    store_parts,
+    walk,
+)
 from pagedkv.kernels.triton.tuning import INTERPRETER, target, tuning
 
 if TYPE_CHECKING:
@@ -48,18 +58,21 @@ if TYPE_CHECKING:
 
 
 # do_not_specialize: these numbers change from step to step
-@triton.jit(do_not_specialize=["num_sequences", "decoded"])
+@triton.jit(do_not_specialize=["num_sequences", "decoded", "tree", "tree_stride"])
 def prefill_kernel(
-    q, out, lse, part_out, part_lse, pool, tables, rules, strides, only, num_sequences, decoded, H,
+    q, out, lse, part_out, part_lse, pool, tables, rules, strides, only, num_sequences, decoded, H, tree, tree_stride,
     SPEC: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of queries, one kv head (and tile of its query heads), one split of the keys.
 
     only: int32 [B], 0 for sequences that are left out; None: all take part.
+    tree, tree_stride: see `mask_of`.
     """
+    if SPEC.split:  # a function cannot return None in a tuple
+        rules = (rules[0], rules[1], rules[2], rules[3], rules[4], tree, tree_stride, rules[7])
     tile, h, z = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table, table_stride, table_rows, seq_lens, cu_seqlens_q, _ = tables
-    window, slopes, tree_stride = rules[2], rules[4], rules[6]
+    window, slopes, tree, tree_stride = rules[2], rules[4], rules[5], rules[6]
     kv_head, head_tile = h // SPEC.head_tiles, h % SPEC.head_tiles
     index = tl.arange(0, BATCH)
     starts = tl.load(cu_seqlens_q + index, mask=index < num_sequences, other=0)
@@ -76,14 +89,21 @@ def prefill_kernel(
     query, head, ok = query_rows(head_tile, first_query, num_new, SPEC.M, SPEC)
     head += kv_head * SPEC.G
     token = (begin + query).to(tl.int64)
-    right = right_of(b, tables, rules)
-    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right)
+    right = right_of(b, tables, rules, SPEC)
+    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right, n)
     if SPEC.alibi:
         slopes = tl.load(slopes + head, mask=ok, other=0.0)
 
     first, last = n * 0, n
     if SPEC.right:
         last = tl.minimum(n, n - num_new + first_query + SPEC.queries + right)
+    if SPEC.split:
+        hidden = n
+        if tree_stride >= 0:  # the walk has the tiles that it would have if the mask said what causality says
+            seen_by_all, seen_by_some = bounds_of_mask(rows, tree, SPEC)
+            hidden = n - num_new + seen_by_all
+            last = tl.minimum(last, n - num_new + seen_by_some)
+        rows = (rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], hidden)
     if SPEC.window:
         first = tl.maximum(n - num_new + first_query - window + 1, 0) // SPEC.N * SPEC.N
     if SPLITS > 1:
@@ -133,9 +153,9 @@ def paged_prefill(call: AttentionCall, decoded: int, only: Tensor | None = None)
     """
     (T, H, Dv), B, K, on = call.out.shape, call.seq_lens.shape[0], call.k.shape[2], target(call.q.device)
     tuned = tuning("prefill", on, head_bytes(call), max(call.q.shape[2], Dv))
-    M = tuned.M if call.tree_mask is None and call.split_tokens is None else min(tuned.M, 64)  # see keys_of
+    M = tuned.M if call.tree_mask is None or call.split_tokens is not None else min(tuned.M, 64)  # see keys_of
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
-    edges = not (spec.window or spec.tree)
+    edges = not (spec.window or (spec.tree and not spec.split))
     fits = spec.dtype != tl.float32 and not spec.kind and spec.K1 == 0 and spec.K0 <= 128 and not spec.v_in_k
     spec = replace(spec, edges=edges, overlapped=edges and fits and on.arch in ("sm_90", INTERPRETER))
     heads, tiles = K * spec.head_tiles, T // spec.queries + B
@@ -146,9 +166,10 @@ def paged_prefill(call: AttentionCall, decoded: int, only: Tensor | None = None)
     part_out, part_lse = (call.q.new_empty(size, dtype=torch.float32) for size in (slots * Dv, slots))
     constants = {"SPEC": spec, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}
     rules, strides, about = rules_of(call), strides_of(call), (only, B, decoded)
+    mask = mask_of(call)
     prefill_kernel[tiles, heads, splits](
         call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules, strides, *about, H,
-        **constants, num_warps=tuned.num_warps, num_stages=tuned.stages,
+        *mask, **constants, num_warps=tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[T, H](

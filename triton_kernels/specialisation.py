@@ -44,6 +44,10 @@ class Specialisation:
     edges:            only the last tiles of a walk are masked (prefill).
     overlapped:       before them, products with the keys of the next tile run under the softmax of a tile.
     right:            some query may not see all positions after it: causality, or a window.
+    split:            `split_tokens` is given. Then calls with a tree mask and without one run the same code: `tree` is
+                      set, so `mixed` is, too, and the kernels learn from `tree_stride` whether there is a mask.
+    causal:           with `split`: all sequences are causal, if there is no mask.
+    above:            decode takes the sequences with more new tokens than this.
     """
 
     dtype: Any
@@ -68,6 +72,8 @@ class Specialisation:
     native_fp8: bool = True
     float32_products: str = "ieee"
     split: bool = False
+    causal: bool = False
+    above: int = 0
     one_launch: bool = False
     mixed: bool = True
     edges: bool = False
@@ -155,17 +161,17 @@ def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
     K, S = call.k.shape[2], call.k.shape[1]
     G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
     kind = KINDS.get(call.k.dtype, "")
-    heads, on = min(G, M), tuning.target(call.q.device)
+    heads, on, split = min(G, M), tuning.target(call.q.device), call.split_tokens is not None
     # for heads wider than 256, three products of TF32 need more than the 99 KiB of shared memory of some processors
     float32_products = "ieee" if max(D, Dv) > 256 else on.float32_products
     return Specialisation(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
         right=is_right_bounded(call), window=call.window is not None, softcap=call.softcap != 0,
-        sinks=call.sinks is not None, alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
+        sinks=call.sinks is not None, alibi=call.alibi_slopes is not None, tree=split or call.tree_mask is not None,
         k_scale=scale_kind(call.k_scale), v_scale=scale_kind(call.v_scale),
         v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8,
-        float32_products=float32_products, split=call.split_tokens is not None,
+        float32_products=float32_products, split=split, causal=split and _is_causal(call),
     )  # fmt: skip
 
 
@@ -189,11 +195,11 @@ def keys_of(call: AttentionCall, M: int, most: int) -> int:
     # AMD converts e4m3 by its bits, in registers
     if M >= 64 and one_byte and tuning.target(call.q.device).arch.startswith("gfx"):
         return min(most, 16)
-    # with split_tokens the tile has room for a mask even without one: no bit may depend on a neighbour's tree mask
-    tree = call.tree_mask is not None or call.split_tokens is not None
-    # a tree mask takes a pointer for each score; one-byte keys take registers for their converted values
-    crowded = (M > 16 and tree) or (M >= 64 and one_byte)
-    return min(most, 32) if crowded else most
+    # a tree mask takes a pointer for each score, but with split_tokens a word of at most 64 bits for each row; one-byte
+    # keys take registers for their converted values
+    split = call.split_tokens is not None
+    crowded = (M > 16 and call.tree_mask is not None and not split) or (M >= 64 and one_byte)
+    return min(most, 32 if crowded else 64 if split else most)
 
 
 def head_bytes(call: AttentionCall) -> int:
@@ -230,9 +236,10 @@ def tables_of(call: AttentionCall) -> tuple[Any, ...]:
     and which sequences are causal.
 
     starts: cu_seqlens_q, where the queries of each sequence begin.
-    The last is None if all sequences see equally far, or a tree mask replaces causality.
+    The last is None if all sequences see equally far, or a tree mask replaces causality. With `split_tokens`, a mask
+    changes nothing here.
     """
-    causal_of = None if call.tree_mask is not None else _contiguous(call.causal_of)
+    causal_of = None if _is_masked(call) else _contiguous(call.causal_of)
     rows = _contiguous(call.rows)
     return call.block_table, call.block_table.stride(0), rows, call.seq_lens, call.cu_seqlens_q, causal_of
 
@@ -243,9 +250,10 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
     right: positions after its own that a query sees, unless `tables` says that its sequence is causal; None for 0, if
            all are causal: then no register holds it.
 
-    An option that the call does not use is None or 0.
+    An option that the call does not use is None or 0. With `split_tokens` the mask is not here, but in `mask_of`, and
+    `right` is never None.
     """
-    tree = call.tree_mask if call.tree_mask is None or call.tree_mask.stride(1) == 1 else call.tree_mask.contiguous()
+    tree = _rows_of(call.tree_mask) if _is_masked(call) else None
     window, right = bounds(call.window, call.right)
     return (
         call.scale,
@@ -255,26 +263,58 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
         _contiguous(call.alibi_slopes),
         tree,
         0 if tree is None else tree.stride(0),
-        None if _is_causal(call) else right,
+        None if call.split_tokens is None and _is_causal(call) else right,
     )
 
 
+def mask_of(call: AttentionCall) -> tuple[Any, ...]:
+    """Return the kernel arguments `tree` and `tree_stride` of a call with `split_tokens`; None and None of another.
+
+    They are in no tuple: Triton compiles a kernel again if a number in a tuple is 1 or a multiple of 16.
+    tree:        the tree mask, or one element that is never read.
+    tree_stride: the stride of its rows; -1 if there is no mask.
+    """
+    if call.split_tokens is None:
+        return None, None
+    if call.tree_mask is None:
+        return call.q.new_empty(1, dtype=torch.bool), -1
+    tree = _rows_of(call.tree_mask)
+    return tree, tree.stride(0)
+
+
+def _rows_of(tree_mask: Tensor) -> Tensor:
+    """Return the mask with rows of stride 1."""
+    return tree_mask if tree_mask.stride(1) == 1 else tree_mask.contiguous()
+
+
+def _is_masked(call: AttentionCall) -> bool:
+    """Return whether the kernels are compiled for a tree mask that is there, which replaces causality."""
+    return call.tree_mask is not None and call.split_tokens is None
+
+
 def _is_causal(call: AttentionCall) -> bool:
-    """Return whether causality bounds the queries of all sequences."""
-    return call.causal and call.causal_of is None and call.tree_mask is None
+    """Return whether causality bounds the queries of all sequences, or would without a mask that may be absent."""
+    return call.causal and call.causal_of is None and not _is_masked(call)
 
 
 def is_right_bounded(call: AttentionCall) -> bool:
     """Return whether causality or a window hides positions after some query."""
-    some_causal = call.causal_of is not None and call.tree_mask is None
+    some_causal = call.causal_of is not None and not _is_masked(call)
     return _is_causal(call) or some_causal or call.right is not None
 
 
 @triton.jit
-def right_of(b, tables, rules):
+def right_of(b, tables, rules, SPEC: tl.constexpr):
     """Return the positions after its own that a query of sequence b sees; a tree mask may hide more."""
     causal_of, right = tables[5], rules[7]
-    if right is None:
+    if SPEC.split:
+        unmasked = right
+        if SPEC.causal:
+            unmasked = 0
+        elif causal_of is not None:
+            unmasked = tl.where(tl.load(causal_of + b) != 0, 0, right)
+        right = tl.where(rules[6] >= 0, right, unmasked)
+    elif right is None:
         right = 0
     elif causal_of is not None:
         right = tl.where(tl.load(causal_of + b) != 0, 0, right)

@@ -10,6 +10,7 @@
         l = a l + sum p                             acc = a acc + p v       (m, l, acc) starts at (-inf, 0, 0)
 
     overlap            if SPEC.overlapped, s of the next tile is multiplied under the softmax of a tile (WGMMA on sm_90)
+    tree mask          of bytes, loaded as [M, N]; with `split_tokens`, as a word of N bits for each row
     never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every
                        load is masked, and a masked value is 0, so that 0 * NaN cannot happen
     hidden values      a row that does not see a key still multiplies its value by p = 0. If SPEC.mixed, rows of a tile
@@ -86,11 +87,54 @@ def store_parts(to, row, ok, first, second, SPEC: tl.constexpr):
 
 
 @triton.jit
-def seen(t, present, rows, window, tree, SPEC: tl.constexpr):
-    """Return bool [M, N]: whether each row may see the key at each position of `t`."""
-    position, ok, tree_row, new, num_new, right = rows
+def bounds_of_mask(rows, tree, SPEC: tl.constexpr):
+    """Return two numbers of new tokens: so many, from the first on, all rows of a tile see; and some row sees none
+    after so many.
+    """
+    _, ok, tree_row, _, num_new, _, _ = rows
+    n = tl.arange(0, SPEC.N)
+    seen_by_all, seen_by_some = num_new, num_new * 0
+    for first in range(0, num_new, SPEC.N):
+        j = first + n
+        there = ok[:, None] & (j < num_new)[None, :]
+        allowed = tl.load(tree + tree_row[:, None] + j[None, :], mask=there, other=0)
+        hidden = tl.where(there & (allowed == 0), j[None, :], num_new)
+        seen_by_all = tl.minimum(seen_by_all, tl.min(tl.min(hidden, 1), 0))
+        seen_by_some = tl.maximum(seen_by_some, tl.max(tl.max(tl.where(allowed != 0, j[None, :] + 1, 0), 1), 0))
+    return seen_by_all, seen_by_some
+
+
+@triton.jit
+def words_of_mask(start, rows, tree, is_masked, SPEC: tl.constexpr):
+    """Return [M], a bit for each key of the tile from `start` on: whether the mask lets a row see it.
+
+    A load of [M, N] elements has a layout of its own, and Triton would sum the weights of a row in that layout or in
+    that of the products, as it likes; a load of [M] elements takes the layout of its row.
+    """
+    position, ok, tree_row, new, num_new, _, _ = rows
+    KEYS: tl.constexpr = SPEC.N
+    WORD: tl.constexpr = tl.int32 if KEYS <= 32 else tl.int64
+    words = tl.full([SPEC.M], -1, WORD)
+    if is_masked & (start + KEYS > new):
+        words = tl.full([SPEC.M], 0, WORD)
+        for first in range(0, KEYS, 8):  # eight loads under way; all of them would be most of the kernel's code
+            for i in tl.static_range(8):
+                j = start + first + i - new + 0 * position  # [M], because the interpreter loses bools of no dimension
+                allowed = tl.load(tree + tree_row + j, mask=ok & (j >= 0) & (j < num_new), other=1)
+                words = words | ((allowed != 0).to(WORD) << (first + i))
+    return words
+
+
+@triton.jit
+def seen(start, t, present, rows, rules, SPEC: tl.constexpr):
+    """Return bool [M, N]: whether each row may see the key at each position of `t`, `start` and those behind it."""
+    position, ok, tree_row, new, num_new, right, _ = rows
+    window, tree = rules[2], rules[5]
     visible = present[None, :]
-    if SPEC.tree:
+    if SPEC.tree and SPEC.split:
+        words = words_of_mask(start, rows, tree, rules[6] >= 0, SPEC)
+        visible = visible & (((words[:, None] >> tl.arange(0, SPEC.N)[None, :]) & 1) != 0)
+    elif SPEC.tree:
         j = t - new
         among_new = (j >= 0) & (j < num_new) & present
         allowed = tl.load(tree + tree_row[:, None] + j[None, :], mask=ok[:, None] & among_new[None, :], other=1)
@@ -131,7 +175,7 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
     q_parts: from `load_query`.             table_row: pointer to the sequence's row of the page tables.
     pool, rules: as in specialisation.py.   slopes: the ALiBi slope of each row.
     rows: (position, ok, tree_row, position of the first new token, number of new tokens, positions after its own that a
-    row may see).
+    row may see, position of the first token that a tree mask hides from some row).
     """
     if SPEC.narrow:
         q_parts = scaled_queries(q_parts[0], q_parts[1], SPEC)
@@ -141,6 +185,8 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
         seen_by_all = end
         if SPEC.right:
             seen_by_all = tl.minimum(end, tl.min(rows[0], 0) + rows[5] + 1)
+        if SPEC.tree:
+            seen_by_all = tl.minimum(seen_by_all, rows[6])
         middle = first + tl.maximum(seen_by_all - first, 0) // SPEC.N * SPEC.N
         state = steps(q_parts, state, first, middle, table_row, pool, kv_head, rows, slopes, rules, False, False, SPEC)
     state = steps(q_parts, state, middle, end, table_row, pool, kv_head, rows, slopes, rules, True, False, SPEC)
@@ -193,7 +239,7 @@ def steps(
         k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
         ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
     ) = pool  # fmt: skip
-    scale, softcap, window, _, _, tree, _, _ = rules
+    scale, softcap, window, _, _, _, _, _ = rules
     wide = kv_head.to(tl.int64)
     k, v = k + wide * k_head, v + wide * v_head
     if SPEC.k_scale == 2:
@@ -247,7 +293,7 @@ def steps(
             s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
         s = scored(s, t, rows[0], slopes, scale, softcap, SPEC)
         if MASKED:
-            sees = seen(t, present, rows, window, tree, SPEC)
+            sees = seen(start, t, present, rows, rules, SPEC)
             s = tl.where(sees, s, float("-inf"))
         else:  # a sum joins the product with the scale; a choice would be an instruction of its own
             s = s + tl.where(present, 0.0, float("-inf"))[None, :]

@@ -9,6 +9,7 @@ This must be a process of its own: in pytest's process the kernels may have been
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
@@ -40,7 +41,7 @@ def typical_call(**changes: Any) -> Any:
     from pagedkv.kernels.args import AttentionCall
     from tests.cases import DTYPES
 
-    sizes = {"B": 8, "q_len": 1, "n": 4096, "H": 32, "K": 8, "D": 128, "Dv": 128, "S": 16}
+    sizes = {"B": 8, "q_len": 1, "n": 4096, "H": 32, "K": 8, "D": 128, "Dv": 128, "S": 16, "pages": 8192}
     given = sizes | {"dtype": "bfloat16", "kv": "", "mla": False}
     options = {name: changes.pop(name) for name in [*changes] if name not in given}
     g = given | changes
@@ -56,7 +57,7 @@ def typical_call(**changes: Any) -> Any:
     scale = {"": None, "tensor": torch.ones(()), "token_head": torch.ones(4, g["K"], g["S"]).transpose(1, 2)}[
         g["kv"].partition("/")[2]
     ]
-    ints = {"table": torch.zeros(B, 8192, dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
+    ints = {"table": torch.zeros(B, g["pages"], dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
     starts = torch.arange(B + 1, dtype=torch.int32) * g["q_len"]
     heads = torch.ones(g["H"])
     q, out = (torch.empty(T, g["H"], dim, dtype=dtype) for dim in (g["D"], g["Dv"]))
@@ -90,6 +91,10 @@ def one_launch() -> None:
 
 
 QUANTISED = ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
+INVARIANT = {"B": 3, "q_len": 40, "n": 150, "H": 8, "K": 1, "D": 64, "Dv": 64, "split_tokens": 128}
+"""A batch with both tiles of decode, and prefill."""
+NEIGHBOURS = {"alone": {"B": 1}, "many": {"B": 40, "n": 9000}, "a long table": {"pages": 8191}, "some": {"some": True}}
+"""The batch may have other sequences. "some" are causal: one that is not makes `causal` a tensor."""
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True, "alibi": True, "tree": True}
 LAUNCHES: dict[str, Any] = {
     "decode": lambda: attention(),
@@ -133,6 +138,12 @@ LAUNCHES: dict[str, Any] = {
     ),
     "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
     "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
+    "invariant": lambda: attention(**INVARIANT),
+    "invariant, tree": lambda: attention(**INVARIANT, tree=True),
+    **{f"invariant, {name}": (lambda one=one: attention(**INVARIANT | one)) for name, one in NEIGHBOURS.items()},
+    "split, every option": lambda: attention(q_len=64, split_tokens=512, **EVERYTHING),
+    "split, 32 heads of 128": lambda: attention(q_len=1024, split_tokens=512),
+    "split, mla": lambda: attention(q_len=64, H=128, K=1, D=576, Dv=512, S=64, mla=True, split_tokens=512),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "prefill, mla, V beside K": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64),
     "prefill, mla int4": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
@@ -276,10 +287,32 @@ def report(name: str, arch: str) -> list[dict[str, Any]]:
         wide, narrow = products(asm["ttir"])
         about = {"kernel": kernel, "hash": compiled.hash, "shared": compiled.metadata.shared}
         about |= {"loops": asm["ttgir"].count("scf.for"), "products": wide, "narrow": narrow}
+        about |= {"arithmetic": arithmetic(asm["ttgir"])}
         about |= nvidia(asm["cubin"]) if arch.startswith("sm_") else amd(asm["amdgcn"])
         found.append(
             about | ({"order": order(asm["ptx"]), "first_loads": first_loads(asm["ptx"])} if "ptx" in asm else {})
         )
+    return found
+
+
+FLOATS = r"arith\.(?:add|sub|mul|div|neg|cmp|trunc|ext|max\w*|min\w*)f\b|math\.|tt\.(?:dot|fp_to_fp)|warp_group_dot "
+
+
+def arithmetic(ttgir: str) -> list[str]:
+    """Return the operations on float32 tensors in order, sums too, each with the layouts of its operands and result."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.M))
+    found, opened = [], ""
+    for line in (text.split(" loc(")[0].strip() for text in ttgir.splitlines()):
+        operation = re.search(rf'"(tt\.reduce)"|({FLOATS})', line)
+        if operation and operation[1]:
+            opened = "tt.reduce" + line.partition("<{")[2].partition("}")[0]
+        closes = line.startswith("}) : (tensor") and opened
+        if not (closes or (operation and operation[2])):
+            continue
+        types = line.rpartition(" : ")[2] if operation else line
+        if "f32" in types:
+            types = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), types)
+            found.append(f"{opened if closes else operation[2]} {types}")  # type: ignore[index]
     return found
 
 
@@ -330,6 +363,7 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
         "async": sum(op.startswith("LDGSTS") for op in operations),
         "narrow_async": sum(op.startswith("LDGSTS") and ".128" not in op for op in operations),
         "mma": sum(op.startswith(MATRIX) for op in operations),
+        "floats": dict(collections.Counter(op for op in operations if op.startswith(("FADD", "FMUL", "FFMA", "MUFU")))),
         "cores": sorted({op.partition(".")[0] for op in operations if op.startswith(MATRIX)}),
         "instructions": len(operations),
     }
@@ -345,17 +379,19 @@ def exponentials_in_products(body: list[str]) -> int:
 def main_loops(lines: list[tuple[int, str, str]]) -> list[list[str]]:
     """Return the operations of the loops that count, from address, operation and operands of each line.
 
-    These are the innermost loops; if some multiply matrices, the first of them alone. It is the first walk of tile.py;
-    the second walk serves values that are not finite. A branch to a lower address closes a loop.
+    These are the innermost loops; if some multiply matrices, the first of the innermost ones that do. It is the first
+    walk of tile.py, perhaps around a loop that reads a mask; the second walk serves values that are not finite.
+    A branch to a lower address closes a loop.
     """
     index, loops = {at: i for i, (at, _, _) in enumerate(lines)}, set()
     for i, (at, op, rest) in enumerate(lines):
         target = re.search(r"0x([0-9a-f]+)", rest)
         if op.startswith("BRA") and target and int(target[1], 16) < at:
             loops.add((index[int(target[1], 16)], i + 1))
+    products = {(a, b) for a, b in loops if any(op.startswith(MATRIX) for _, op, _ in lines[a:b])}
+    loops = products or loops
     inner = sorted(a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops))
-    bodies = [[op for _, op, _ in lines[first:last]] for first, last in inner]
-    return [body for body in bodies if any(op.startswith(MATRIX) for op in body)][:1] or bodies
+    return [[op for _, op, _ in lines[first:last]] for first, last in (inner[:1] if products else inner)]
 
 
 def amd(text: str) -> dict[str, Any]:

@@ -285,10 +285,10 @@ def test_a_decode_asks_for_the_tuning_of_its_rows(new_tokens: int, asked: str, m
 
 
 @pytest.mark.parametrize(("heads", "narrow"), [((2, 2), True), ((8, 2), False)])
-def test_with_split_tokens_the_tuning_follows_from_the_heads_alone(
+def test_with_split_tokens_the_tuning_of_a_sequence_follows_from_its_own_rows(
     heads: tuple[int, int], narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour with drafts changes no bit, even if tiles of 16 rows have other keys."""
+    """A neighbour with drafts changes no bit, even if tiles of 16 rows have other keys: it has a launch of its own."""
     from pagedkv.kernels.triton import backend, decode
 
     entries = {"decode": {"256/64": {"N": 64}}, "decode_16": {"256/64": {"N": 16}}}
@@ -312,7 +312,7 @@ def test_with_split_tokens_the_tuning_follows_from_the_heads_alone(
         )
         backend.paged_attention(call)
         monkeypatch.setattr(decode, "specialisation_of", real)
-        assert seen == [16 if narrow else 32]  # 32: fewer beside a tree mask
+        assert seen == ([16] if narrow or max(new_tokens) == 1 else [16, 64])
         found.append((call.out[0].clone(), call.lse[0].clone()))
     for out, lse in found[1:]:
         assert torch.equal(out, found[0][0])

@@ -287,7 +287,7 @@ def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit() -> N
 def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(
     q_lens: tuple[int, ...], kv_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rows' mask equals causality. Tiles have a GPU's sizes, which are smaller with a mask."""
+    """The other rows' mask equals causality. Tiles have a GPU's sizes."""
     on = tuning.Target("sm_90", 4)
     for module in (tuning, decode, prefill):
         monkeypatch.setattr(module, "target", lambda device: on)

@@ -21,7 +21,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tests.kernels.triton.compiled import LAUNCHES, PROCESSORS
+from tests.kernels.triton.compiled import LAUNCHES, NEIGHBOURS, PROCESSORS
 
 ROOT = Path(__file__).parents[3]
 SHARED = {
@@ -88,6 +88,11 @@ MORE_SPILLS = {
         "even and odd nibbles of 576 padded to 512 columns each; copies past registers take some, too",
     ),
     ("prefill, fp8", "sm_120"): (32, "converted keys beside [128, 128] accumulators"),
+    ("split, every option", "sm_100"): (69, "words of a mask, slopes and bounds of windows beside scores of [128, 64]"),
+    ("split, every option", "gfx942"): (76, "two walks, each with words of a mask, slopes and bounds of windows"),
+    ("split, every option", "gfx950"): (121, "as above"),
+    ("split, 32 heads of 128", "gfx942"): (45, "two walks, each with words of a mask, for 64 rows on 8 waves"),
+    ("split, 32 heads of 128", "gfx950"): (43, "as above"),
 }
 
 DEFAULT = [
@@ -102,14 +107,17 @@ DEFAULT = [
     ("merge", "sm_90"),
     ("library, one state", "sm_90"),
     ("library, two states", "sm_90"),
+    ("invariant", "sm_90"),
+    ("invariant, tree", "sm_90"),
 ]
 ALL = [
     (name, arch)
     for arch in PROCESSORS
     for name in LAUNCHES
-    if (name, SHARED[arch]) != ("decode, mla float32 over int4", 99 << 10)
+    if (name, SHARED[arch]) != ("decode, mla float32 over int4", 99 << 10) and not name.startswith("invariant")
 ]
-"""All launches, except float32 over int4 with wide heads where specialisation.why_no_specialisation refuses it."""
+"""All launches, except float32 over int4 with wide heads where specialisation.why_no_specialisation refuses it, and
+those that the laws of a batch compare."""
 
 TENSOR_CORES = {
     "sm_80": "HMMA",
@@ -223,6 +231,37 @@ def test_steps_of_other_sizes_compile_no_other_kernel() -> None:
     launches = reports(tuple(DEFAULT))["decode, other steps", "sm_90"]
     assert len(launches) > 4
     assert len({launch["hash"] for launch in launches}) == 2
+
+
+def test_with_split_tokens_a_neighbours_tree_mask_compiles_no_other_kernel() -> None:
+    """The same machine code adds in the same order, whatever Triton makes of a load of masks."""
+    plain, masked = (reports(tuple(DEFAULT))[name, "sm_90"] for name in ("invariant", "invariant, tree"))
+    assert [launch["hash"] for launch in plain] == [launch["hash"] for launch in masked]
+    kernels = [launch["kernel"] for launch in plain]
+    assert kernels == ["decode_kernel", "merge_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"]
+
+
+def test_with_split_tokens_weights_are_summed_where_they_were_multiplied() -> None:
+    """In the layout of the products: in that of a mask's loads, each tile of scores would cross shared memory."""
+    found = reports(tuple(DEFAULT))
+    for launch in found["invariant", "sm_90"] + found["invariant, tree", "sm_90"]:
+        sums = [line for line in launch["arithmetic"] if line.startswith("tt.reduce")]
+        assert (len(sums) >= 4) == (launch["kernel"] != "merge_kernel"), launch["kernel"]
+        if launch["kernel"] != "merge_kernel":
+            assert [line for line in sums if "parent = #ttg.nvidia_mma" not in line] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_with_split_tokens_no_neighbour_changes_the_arithmetic(arch: str) -> None:
+    """The size of a batch and the stride of its table choose other machine code, with the same operations on floats."""
+    names = ["invariant", *(f"invariant, {name}" for name in NEIGHBOURS)]
+    found = reports(tuple((name, arch) for name in names))
+    for name in names[1:]:
+        for launch, usual in zip(found[name, arch], found["invariant", arch], strict=True):
+            assert launch["arithmetic"] == usual["arithmetic"], (name, launch["kernel"])
+            if arch == "sm_90":  # for sm_80, ptxas writes some loops out twice
+                assert launch["floats"] == usual["floats"], (name, launch["kernel"])
 
 
 def test_a_ticket_is_drawn_after_all_stores_and_parts_are_read_after_all_threads_know_it() -> None:
