@@ -217,10 +217,10 @@ def test_another_cache_is_served_by_the_host(cache: str, llama: Any, patched: Pa
 def test_a_static_cache_gives_the_same_tokens_again_and_again(name: str, runs: int) -> None:
     """A prototype, which built the mask of another cache in its attention function, failed this once in twelve runs.
 
-    A StaticLayer gives its own counter, a tensor, as its length, and `update` moves the counter on in place. So a mask
-    that is built after `update` shows one column of zeros too many to prompts without padding: the logits always
-    differ, and the tokens of some prompts. The tests of transformers draw other prompts in each run. The masks of
-    another cache are now the host's, which builds them before its first layer.
+    The likely cause: a StaticLayer gives its own counter, a tensor, as its length, and `update` moves the counter on in
+    place. A mask that is built after `update` shows one column of zeros too many to prompts without padding: in a copy
+    of that path the logits of llama and gpt_neox always differ, and the tokens of some prompts. The masks of another
+    cache are now the host's, which builds them before its first layer.
     """
     model = model_of(name)
     handle = patch(model, memory="16MiB")
