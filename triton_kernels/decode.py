@@ -255,6 +255,7 @@ def _decode(call: AttentionCall, above: int, max_queries: int) -> None:
     # in a captured graph, each replay clears the tickets again
     tickets = call.q.new_zeros((B, heads), dtype=torch.int32) if spec.one_launch else None
     tuples = tables_of(call), rules_of(call), strides_of(call)
+    max_queries = min(max_queries, call.max_seqlen_q)  # merged, and never the size of a tile
     sizes, constants = (B, max_queries, unit, units_per_sequence), {"SPEC": spec, "BATCH": triton.next_power_of_2(B)}
     rows = min(rows, spec.M)
     decode_kernel[programs, heads](
