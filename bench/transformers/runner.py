@@ -40,7 +40,7 @@ from pagedkv.integrations.transformers import PagedCache, Pool, paged_batching, 
 from pagedkv.integrations.transformers.batching import NEEDED
 from pagedkv.integrations.transformers.geometry import CACHE, HOST
 
-STEPS: Final = 16
+STEPS: Final = 48
 PLAIN: Final = "pages, F.linear"
 VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8", PLAIN)
 SHAPES: Final = ((8, 8192), (1, 8192), (8, 2048), (1, 2048))

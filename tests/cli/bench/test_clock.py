@@ -17,8 +17,44 @@ def test_a_switch_disturbs_a_short_repetition_and_not_a_long_one(monkeypatch):
     readings = iter([0, 1, 0, 1])
     times = iter([0.0, 0.05, 0.0, 0.2])
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(clock, "not_of_others", lambda: float("nan"))
     assert clock.watched(lambda: "made", lambda: next(readings)) == ("made", 0.05, False)
     assert clock.watched(lambda: "made", lambda: next(readings)) == ("made", 0.2, True)
+
+
+@pytest.mark.parametrize(("others", "is_clean"), [(0.04, True), (0.06, False), (float("nan"), False)])
+def test_of_a_long_repetition_the_time_of_others_counts_and_not_their_switches(monkeypatch, others, is_clean):
+    """A kernel thread that looks in often takes little: 50 switches in a second."""
+    readings, times = iter([0, 50]), iter([0.0, 1.0])
+    ours = iter([7.0, 7.0 + os.cpu_count() - others])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(clock, "not_of_others", lambda: next(ours))
+    assert clock.watched(lambda: "made", lambda: next(readings)) == ("made", 1.0, is_clean)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="there is no /proc")
+def test_the_work_of_a_process_below_is_ours_and_that_of_another_is_not():
+    busy = [sys.executable, "-c", "import os; os.fork()\nwhile True: pass"]
+    cpus = os.cpu_count()
+
+    def of_others(seconds: float) -> float:
+        before, began = clock.not_of_others(), time.monotonic()
+        time.sleep(seconds)
+        return cpus * (time.monotonic() - began) - (clock.not_of_others() - before)
+
+    with subprocess.Popen(busy, start_new_session=True) as below:
+        time.sleep(0.3)
+        of_the_rest = of_others(1)
+        os.killpg(below.pid, signal.SIGKILL)
+    started = f"import subprocess; print(subprocess.Popen({busy!r}, start_new_session=True).pid)"
+    with subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE, text=True) as gone:
+        pid = int(gone.stdout.readline())
+        gone.wait()  # the busy processes belong to nobody
+    time.sleep(0.3)
+    try:
+        assert of_others(1) > of_the_rest + 0.3
+    finally:
+        os.killpg(pid, signal.SIGKILL)
 
 
 def test_a_turn_with_a_slow_clock_counts_for_no_variant(monkeypatch):
