@@ -46,8 +46,8 @@ VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8", PLAIN)
 SHAPES: Final = ((8, 8192), (1, 8192), (8, 2048), (1, 2048))
 """(sequences, tokens of context)."""
 QUICK: Final = ((1, 2048),)
-PROMPTS: Final = ((1, 128), (8, 128))
-"""Short prompts, measured beside those of the contexts of one sequence."""
+PROMPTS: Final = {(1, 128): 16, (8, 128): 4}
+"""Short prompts, measured beside those of the contexts of one sequence: shape -> calls in a turn."""
 BATCH: Final = (8, 512)
 """Prompts of generate_batch(), and the tokens of each."""
 BATCH_STEPS: Final = 32
@@ -123,13 +123,18 @@ def decode_from(cache: Any, model: Any, shape: tuple[int, int]) -> float:
     return seconds, is_clean
 
 
-def first_token(variant: str, model: Any, pools: dict[str, Pool], ids: torch.Tensor) -> Taken:
-    """Return the seconds to the first token of a prompt."""
-    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    if variant not in pools:
-        options[CACHE] = transformers.DynamicCache(config=model.config)
+def first_token(variant: str, model: Any, pools: dict[str, Pool], *prompts: torch.Tensor) -> Taken:
+    """Return the seconds to the first token of a prompt, the mean over `prompts`."""
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(prompts[0])}
+
+    def run() -> None:
+        for ids in prompts:
+            cache = {} if variant in pools else {CACHE: transformers.DynamicCache(config=model.config)}
+            model.generate(input_ids=ids, **options, **cache)
+
     with served(variant, model, pools):
-        return on_this_cpu(lambda: model.generate(input_ids=ids, **options))
+        seconds, is_clean = on_this_cpu(run)
+    return seconds / len(prompts), is_clean
 
 
 @contextmanager
@@ -167,7 +172,9 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
         for shape in (*PROMPTS, *sorted(shape for shape in shapes if shape[0] == 1)):
 
             def fresh(variant: str, shape: tuple[int, int] = shape) -> Taken:
-                return first_token(variant, model, pools, torch.randint(0, 32_000, shape))  # no page of it is known
+                calls = PROMPTS.get(shape, 1)
+                prompts = (torch.randint(0, 32_000, shape) for _ in range(calls))  # no page of them is known
+                return first_token(variant, model, pools, *prompts)
 
             times = in_turns(("DynamicCache", "pages"), turns, fresh)
             report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")

@@ -49,7 +49,7 @@ def test_the_work_of_a_process_below_is_ours_and_that_of_another_is_not():
     started = f"import subprocess; print(subprocess.Popen({busy!r}, start_new_session=True).pid)"
     with subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE, text=True) as gone:
         pid = int(gone.stdout.readline())
-        gone.wait()  # the busy processes belong to nobody
+        gone.wait()  # the busy processes are no longer below this one
     time.sleep(0.3)
     try:
         assert of_others(1) > of_the_rest + 0.3
