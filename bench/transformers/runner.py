@@ -3,7 +3,8 @@
 "pages, F.linear" leaves the linear layers to torch, so that it differs from the caches of the host by its cache alone.
 
     decode      STEPS tokens after a context whose K and V are random; generate() runs as a user calls it
-    prefill     the first token of a prompt of random ids
+    prefill     the first token of a prompt of random ids, in a pool that holds the prompts of two turns and is full:
+                each prompt evicts an older one, and no page of memory is touched for the first time
     prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
     memory      peak of a process that decodes, less its size before the cache was made; each in a process of its own
     batch       generate_batch() of eight prompts, by the host's attention and inside of paged_batching()
@@ -21,7 +22,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from operator import truediv
 from pathlib import Path
 from typing import Any, Final
@@ -170,14 +171,7 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
                 report, "decode", shape, times, lambda seconds, shape=shape: shape[0] * STEPS / seconds, "tokens/s"
             )
         for shape in (*PROMPTS, *sorted(shape for shape in shapes if shape[0] == 1)):
-
-            def fresh(variant: str, shape: tuple[int, int] = shape) -> Taken:
-                calls = PROMPTS.get(shape, 1)
-                prompts = (torch.randint(0, 32_000, shape) for _ in range(calls))  # no page of them is known
-                return first_token(variant, model, pools, *prompts)
-
-            times = in_turns(("DynamicCache", "pages"), turns, fresh)
-            report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
+            report_prefill(report, model, shape, turns)
         report_prefix(report, model, pools, turns)
     if HOST >= NEEDED:
         report_batch(report, model, turns)
@@ -210,6 +204,20 @@ def report_times(
         row["pages_over_this"] = compare(timing, times["pages"], truediv)
         row |= {"ratios": ratios(timing, times["pages"], truediv), "must": MUSTS.get((case, shape, variant))}
         report(row)
+
+
+def report_prefill(report: Callable[[Row], None], model: Any, shape: tuple[int, int], turns: int) -> None:
+    """Report the time to the first token of prompts that the pool does not know."""
+    calls = PROMPTS.get(shape, 1)
+    with closing(Pool.for_model(model, memory=2 * calls * kv_bytes(*shape))) as pool:
+
+        def fresh(variant: str) -> Taken:
+            prompts = (torch.randint(0, 32_000, shape) for _ in range(calls))
+            return first_token(variant, model, {"pages": pool}, *prompts)
+
+        fresh("pages")  # with the turn that does not count, it touches the whole pool
+        times = in_turns(("DynamicCache", "pages"), turns, fresh)
+    report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
 
 
 def report_prefix(report: Callable[[Row], None], model: Any, pools: dict[str, Pool], turns: int) -> None:
