@@ -96,6 +96,20 @@ INVARIANT = {"B": 3, "q_len": 40, "n": 150, "H": 8, "K": 1, "D": 64, "Dv": 64, "
 NEIGHBOURS = {"alone": {"B": 1}, "many": {"B": 40, "n": 9000}, "a long table": {"pages": 8191}, "some": {"some": True}}
 """The batch may have other sequences. "some" are causal: one that is not makes `causal` a tensor."""
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True, "alibi": True, "tree": True}
+
+
+def three_stages() -> None:
+    """Run prefill with three stages. An H200 is faster with two, so its table has two."""
+    from pagedkv.kernels.triton import prefill
+
+    real = prefill.tuning
+    prefill.tuning = lambda kernel, on, *size: replace(real(kernel, on, *size), stages=3)
+    try:
+        attention(q_len=1024)
+    finally:
+        prefill.tuning = real
+
+
 LAUNCHES: dict[str, Any] = {
     "decode": lambda: attention(),
     "decode, page 64": lambda: attention(S=64),
@@ -129,6 +143,7 @@ LAUNCHES: dict[str, Any] = {
     "drafts": lambda: attention(q_len=8),
     "drafts, every option": lambda: attention(q_len=8, **EVERYTHING),
     "prefill": lambda: attention(q_len=1024),
+    "prefill, three stages": three_stages,
     "prefill, one chunk": lambda: attention(B=1, q_len=64, n=32768),
     "prefill, head 64": lambda: attention(q_len=1024, D=64, Dv=64),
     "prefill, head 256": lambda: attention(q_len=1024, D=256, Dv=256),
