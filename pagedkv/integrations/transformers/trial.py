@@ -1,11 +1,11 @@
 """Trial: compute a few tokens with pages and without, and compare the logits.
 
 A config does not say all that a model does with its K and V. So `patch` tries the model before it serves requests: two
-short prompts, one of them with padding before it, then a decode step with the rows exchanged, then two more tokens.
-Without pages the prompts are computed at once, with pages in two parts. With pages only the last of the two more tokens
-is asked for (`logits_to_keep`): some models compute fewer columns then. A model whose logits differ is refused. The
-logits of a model that is not causal differ, and no prefix of its prompts could be used again. A few tokens cannot show
-windows and chunks: these are read from the config, see geometry.py.
+short prompts, one of them with padding before it, then a decode step with the rows exchanged, then two more tokens;
+and a prompt that is given without a mask. Without pages the prompts are computed at once, with pages in two parts. With
+pages only the last of the two more tokens is asked for (`logits_to_keep`): some models compute fewer columns then. A
+model whose logits differ is refused. The logits of a model that is not causal differ, and no prefix of its prompts
+could be used again. A few tokens cannot show windows and chunks: these are read from the config, see geometry.py.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
     """
     with torch.no_grad(), _without_dropout(model):
         with refused_if_it_fails(config, "it computes no padded prompt with a DynamicCache"):
-            expected = _logits(model, DynamicCache(config=config), parts=1)
+            caches = (DynamicCache(config=config), DynamicCache(config=config))
+            expected = torch.cat([_logits(model, caches[0], parts=1), _unmasked(model, caches[1], parts=1)])
         reasons = []
         for paged in (True, False):
             pool = Pool(config, num_frames=_FRAMES, prefix_cache=False)
             pool.fit(shapes, model.device)
             try:
                 ACTIVE.asked = set()
-                with paging(paged), PagedCache(config, pool=pool) as cache:
-                    found = _logits(model, cache, parts=2)
+                with paging(paged), PagedCache(config, pool=pool) as cache, PagedCache(config, pool=pool) as other:
+                    found = torch.cat([_logits(model, cache, parts=2), _unmasked(model, other, parts=2)])
                 has_windows = {window is not None for window in pool.geometry.windows}
                 if ACTIVE.asked and ACTIVE.asked != has_windows:
                     raise InvalidRequest("its masks have other windows than its cache")
@@ -78,9 +79,7 @@ def _without_dropout(model: Any) -> Iterator[None]:
 
 def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
     """Return float32 [N, vocabulary]: the logits of a prefill in `parts`, of a step after it, and of a last token."""
-    embeddings = model.get_input_embeddings()
-    vocabulary = getattr(embeddings, "num_embeddings", None) or len(embeddings.weight)  # PEFT's have a weight alone
-    ids = (torch.arange(2 * _PROMPT, device=model.device).view(2, -1) * 7 + 3) % vocabulary
+    ids = _ids(model)
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0
     ends = [_PROMPT] if parts == 1 else [_PADDING + 1, _PROMPT]
@@ -101,6 +100,24 @@ def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
     mask = torch.cat([mask, mask.new_ones(2, 2)], 1)
     third = _forward(model, ids[:, 1:3], mask, cache, kept=0 if parts == 1 else 1)
     return torch.cat([first[0], first[1, _PADDING:], second[:, 0], third[:, -1]]).float()
+
+
+def _unmasked(model: Any, cache: Any, parts: int) -> torch.Tensor:
+    """Return float32 [columns, vocabulary]: the logits of a prompt in `parts` that is given without a mask."""
+    ends = [_PROMPT] if parts == 1 else [_PADDING, _PROMPT]
+    ids = _ids(model)[:1]
+    logits = [
+        model(input_ids=ids[:, start:end], use_cache=True, **{CACHE: cache}).logits[0]
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    return torch.cat(logits).float()
+
+
+def _ids(model: Any) -> torch.Tensor:
+    """Return the tokens of two prompts: int64 [2, columns]."""
+    embeddings = model.get_input_embeddings()
+    vocabulary = getattr(embeddings, "num_embeddings", None) or len(embeddings.weight)  # PEFT's have a weight alone
+    return (torch.arange(2 * _PROMPT, device=model.device).view(2, -1) * 7 + 3) % vocabulary
 
 
 def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, kept: int = 0) -> torch.Tensor:

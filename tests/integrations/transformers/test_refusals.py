@@ -9,7 +9,14 @@ from typing import Any, Final
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+)
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from pagedkv.errors import InvalidRequest
@@ -218,3 +225,19 @@ def test_a_cache_without_patch_serves_masks_of_four_dimensions(name: str) -> Non
         first = model(ids, attention_mask=mask, **{CACHE: cache}).logits
         found.append(torch.cat([first, model(ids[:, :1], attention_mask=step, **{CACHE: cache}).logits], 1))
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+class OfWholePrompts(LlamaForCausalLM):
+    """Without a mask, its logits are right only for a prompt that is computed at once, as of old hosts' Doge."""
+
+    def forward(self, *inputs: Any, **given: Any) -> Any:
+        goes_on = given.get("attention_mask") is None and CACHE in given and given[CACHE].get_seq_length()
+        made = super().forward(*inputs, **given)
+        made.logits = made.logits.flip(-1) if goes_on else made.logits
+        return made
+
+
+def test_a_model_whose_unmasked_prompts_must_be_computed_at_once_is_refused() -> None:
+    config = model_of("llama", num_hidden_layers=2).config
+    with pytest.raises(InvalidRequest, match="logits differ by"):
+        patch(OfWholePrompts(config).eval())
