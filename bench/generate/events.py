@@ -9,7 +9,7 @@ of STEPS steps over the same sequences, in an order by lot. The second figure ha
 cost that the noise of whole steps hides.
 
 Run it by `python -m pagedkv.bench.generate.events`: two minutes. It appends a row for each figure to
-bench/results/generate.jsonl.
+bench/results/events.jsonl: the tables of bench generate show its newest run, and these rows are no run of it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _rows(axes: dict[str, int], taken: dict[str, Timing], shares: list[float]) -
 def main() -> None:
     """Measure, keep the rows, and print the figures."""
     rows, about = measured(), record.provenance()
-    record.append([row | about for row in rows], None, "generate")
+    record.append([row | about for row in rows], None, "events")
     for row in rows:
         of = f"{row['batch']:2} sequences, {row['variant']:3}"
         if row["unit"] == "ms":
