@@ -92,36 +92,40 @@ def own_switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
+def _threads() -> Iterator[Path]:
+    """Yield the folder in /proc of each thread of this process and of all its descendants."""
+    found = [os.getpid()]
+    while found:
+        with contextlib.suppress(OSError):  # a process or a thread that ended meanwhile
+            for thread in Path(f"/proc/{found.pop()}/task").iterdir():
+                found += map(int, (thread / "children").read_text(encoding="utf-8").split())
+                yield thread
+
+
 def switches_below() -> int:
     """Return the involuntary context switches of this process and of all its descendants so far."""
-    count, found = 0, [os.getpid()]
-    while found:
-        tasks = Path(f"/proc/{found.pop()}/task")
-        with contextlib.suppress(OSError):  # a process or a thread that ended meanwhile
-            for task in tasks.iterdir():
-                status = (task / "status").read_text(encoding="utf-8")
-                count += int(status.rpartition("nonvoluntary_ctxt_switches:")[2])
-                found += map(int, (task / "children").read_text(encoding="utf-8").split())
+    count = 0
+    for thread in _threads():
+        with contextlib.suppress(OSError):
+            status = (thread / "status").read_text(encoding="utf-8")
+            count += int(status.rpartition("nonvoluntary_ctxt_switches:")[2])
     return count
 
 
 def not_of_others() -> float:
     """Return the CPU seconds, of all CPUs, that were idle or ran this process or its descendants so far; NaN without
     /proc."""
-    tick, found = 1 / os.sysconf("SC_CLK_TCK"), [os.getpid()]
+    tick, own = 1 / os.sysconf("SC_CLK_TCK"), str(os.getpid())
     try:
         idle, waiting = Path("/proc/stat").read_text(encoding="utf-8").split(maxsplit=6)[4:6]
     except (OSError, ValueError):
         return math.nan
     seconds = (int(idle) + int(waiting)) * tick + time.process_time()
-    while found:
-        with contextlib.suppress(OSError):  # a process or a thread that ended meanwhile
-            for task in Path(f"/proc/{found.pop()}/task").iterdir():
-                below = (task / "children").read_text(encoding="utf-8").split()
-                found += map(int, below)
-                for child in below:
-                    fields = Path(f"/proc/{child}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-                    seconds += (int(fields[11]) + int(fields[12])) * tick
+    for process in {thread.parents[1] for thread in _threads()}:
+        if process.name != own:
+            with contextlib.suppress(OSError):
+                fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+                seconds += (int(fields[11]) + int(fields[12])) * tick
     return seconds
 
 
@@ -130,9 +134,10 @@ def watched(run: Callable[[], T], switches: Callable[[], int] = own_switches) ->
     before, ours, began = switches(), not_of_others(), time.perf_counter()
     result = run()
     seconds = time.perf_counter() - began
-    lost = (os.cpu_count() or 1) * seconds - (not_of_others() - ours)
-    is_seen = seconds >= COUNTED and lost <= LOST * seconds  # not so if `lost` is NaN
-    return result, seconds, is_seen or is_undisturbed(switches() - before, seconds)
+    if is_undisturbed(switches() - before, seconds):
+        return result, seconds, True
+    whole = (os.cpu_count() or 1) * seconds
+    return result, seconds, seconds >= COUNTED and whole - (not_of_others() - ours) <= LOST * seconds  # not so with NaN
 
 
 def is_undisturbed(switches: int, seconds: float) -> bool:

@@ -82,14 +82,7 @@ def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
     ids = _ids(model)
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0
-    ends = [_PROMPT] if parts == 1 else [_PADDING + 1, _PROMPT]
-    first = torch.cat(
-        [
-            _forward(model, ids[:, start:end], mask[:, :end], cache)
-            for start, end in zip([0, *ends], ends, strict=False)
-        ],
-        1,
-    )
+    first = _prefill(model, ids, mask, cache, parts)
     if cache.get_seq_length() != _PROMPT:
         held = cache.get_seq_length()
         raise InvalidRequest(refusal(model.config, f"it computed {_PROMPT} tokens, and stored {held} in the cache"))
@@ -104,13 +97,17 @@ def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
 
 def _unmasked(model: Any, cache: Any, parts: int) -> torch.Tensor:
     """Return float32 [columns, vocabulary]: the logits of a prompt in `parts` that is given without a mask."""
-    ends = [_PROMPT] if parts == 1 else [_PADDING, _PROMPT]
-    ids = _ids(model)[:1]
-    logits = [
-        model(input_ids=ids[:, start:end], use_cache=True, **{CACHE: cache}).logits[0]
+    return _prefill(model, _ids(model)[:1], None, cache, parts)[0].float()
+
+
+def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, parts: int) -> torch.Tensor:
+    """Return [rows, columns, vocabulary]: the logits of prompts, the first of two parts longer than the padding."""
+    ends = [_PROMPT] if parts == 1 else [_PADDING + 1, _PROMPT]
+    made = [
+        _forward(model, ids[:, start:end], None if mask is None else mask[:, :end], cache)
         for start, end in zip([0, *ends], ends, strict=False)
     ]
-    return torch.cat(logits).float()
+    return torch.cat(made, 1)
 
 
 def _ids(model: Any) -> torch.Tensor:
@@ -120,10 +117,12 @@ def _ids(model: Any) -> torch.Tensor:
     return (torch.arange(2 * _PROMPT, device=model.device).view(2, -1) * 7 + 3) % vocabulary
 
 
-def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, kept: int = 0) -> torch.Tensor:
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, CACHE: cache, "use_cache": True}
+def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, kept: int = 0) -> torch.Tensor:
+    inputs: dict[str, Any] = {"input_ids": ids, CACHE: cache, "use_cache": True}
     takes = inspect.signature(model.forward).parameters
-    if "position_ids" in takes:
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    if mask is not None and "position_ids" in takes:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     if kept and "logits_to_keep" in takes:
         inputs["logits_to_keep"] = kept
