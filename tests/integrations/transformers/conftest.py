@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import pytest
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedkv.integrations.transformers import Patched
+
 if not torch.cuda.is_available():
-    with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), contextlib.suppress(ImportError):
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), contextlib.suppress(ImportError):
         import triton.language  # noqa: F401
+
+
+@pytest.fixture
+def patched(llama: Any) -> Iterator[Patched]:
+    """The `llama` of a file, patched while a test runs."""
+    from pagedkv.integrations.transformers import patch
+
+    handle = patch(llama, memory="16MiB")
+    yield handle
+    handle.unpatch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.skipif(bool(kernels.missing()), reason="no C++ kernels"
 @pytest.fixture
 def llama() -> Any:
     return model_of("llama")
-
-
-@pytest.fixture
-def patched(llama: Any) -> Iterator[Patched]:
-    handle = patch(llama, memory="16MiB")
-    yield handle
-    handle.unpatch()
 
 
 @pytest.fixture

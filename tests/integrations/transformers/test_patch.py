@@ -39,13 +39,6 @@ def llama() -> Any:
     return model_of("llama")
 
 
-@pytest.fixture
-def patched(llama: Any) -> Any:
-    handle = patch(llama, memory="16MiB")
-    yield handle
-    handle.unpatch()
-
-
 def idle(handle: Patched) -> bool:
     """Return whether no sequence holds a frame, and the laws of core hold."""
     handle.pool.kv.check()

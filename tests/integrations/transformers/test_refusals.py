@@ -38,11 +38,9 @@ def llama() -> Any:
 
 
 @pytest.fixture
-def patched(llama: Any) -> Any:
-    handle = patch(llama, memory="16MiB")
-    yield handle
+def patched(llama: Any, patched: Patched) -> Any:
+    yield patched
     assert llama.config._attn_implementation == "sdpa"
-    handle.unpatch()
 
 
 def sentence_of(call: Callable[[], Any]) -> str:
