@@ -14,7 +14,6 @@ void run_add_normed(const Isa& isa, const AddNormed& a);
 void run_norm_rotate(const Isa& isa, const NormRotate& h, int threads);
 void run_copies(
     char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count, int threads);
-void copy_run(char* to, const char* from, int64_t bytes);  // long runs go past the caches
 uint64_t run_read(const Isa& isa, const char* base, const int64_t* offsets, int64_t count, int64_t bytes, int threads);
 
 }  // namespace pagedkv

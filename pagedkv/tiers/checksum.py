@@ -16,6 +16,8 @@ import xxhash
 from pagedkv.errors import InvalidRequest
 
 SUM_BYTES: Final = 16
+LEAST_LONG: Final = 241
+"""Bytes from which xxh3 has the formula that csrc/cpu/moves/runs.cpp computes while it copies."""
 
 Bytes = npt.NDArray[np.uint8]
 

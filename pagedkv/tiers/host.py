@@ -3,14 +3,14 @@
     bytes  uint8 [slots, frame_bytes]    on huge pages; pinned if the pool is on a GPU, so that copies run beside work
     seals  [slots]                       the name and the checksum of the page in each slot, 48 bytes
 
-A checksum reads a page right before it is copied, and the copy finds the page in a cache and is itself stored past the
-caches. A load is verified in the slot. A store takes the checksum of the frame, or of the slot if the pool is on a GPU.
+The copy of a page computes its checksum (see PoolView): that of a store is kept, that of a load is compared with it. So
+a load is verified in the frame, which no prompt can find before. If the pool is on a GPU, the slot's bytes are summed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -19,12 +19,12 @@ import torch
 from pagedkv.core.arguments import flag
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import huge_pages
-from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum
+from pagedkv.tiers.checksum import SUM_BYTES
 from pagedkv.tiers.pool_view import Numbers, PoolView
 from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
 
-IN_CACHE: Final = 1 << 20
-"""Bytes whose checksums are computed before they are copied."""
+_NO_SUM: Final = bytes(SUM_BYTES)
+"""The checksum of a page that is not verified."""
 
 
 class HostTier(SlotTier):
@@ -61,40 +61,22 @@ class HostTier(SlotTier):
     def _store(self, moves: Sequence[Move]) -> None:
         pool = self._pool
         assert pool is not None
-        for part, slots, frames in self._parts(moves):
-            sums = [] if pool.is_cuda else [self._sum(pool.bytes_of(move.frame), move) for move in part]
-            pool.read(frames, self._memory, slots, part[0].job.fence)
-            sums = sums or [self._sum(self._bytes[move.slot], move) for move in part]
-            stamps = np.array([move.stamp for move in part])
-            # a frame whose page changed after its checksum was computed is seen here
-            for move, total, is_whole in zip(part, sums, pool.hold(frames, stamps).tolist(), strict=True):
-                if is_whole:
-                    self._seals[move.slot] = move.key.name + total
-                else:
-                    move.why = CHANGED
+        slots, frames = _places(moves)
+        sums = pool.read(frames, self._memory, slots, moves[0].job.fence, is_summed=self._verifies)
+        held = pool.hold(frames, np.array([move.stamp for move in moves]))  # a page that changed meanwhile is seen
+        for move, total, is_whole in zip(moves, sums or [_NO_SUM] * len(moves), held.tolist(), strict=True):
+            if is_whole:
+                self._seals[move.slot] = move.key.name + total
+            else:
+                move.why = CHANGED
 
     def _load(self, moves: Sequence[Move]) -> None:
         assert self._pool is not None
-        for part, slots, frames in self._parts(moves):
-            for move in part:
-                if self._seals[move.slot] != move.key.name + self._sum(self._bytes[move.slot], move):
-                    move.why = CORRUPT
-            self._pool.write(frames, self._memory, slots, part[0].job.fence)
-
-    def _parts(self, moves: Sequence[Move]) -> Iterator[tuple[Sequence[Move], Numbers, Numbers]]:
-        """Yield the moves with their slots and frames: in parts whose bytes fit a cache if a checksum reads them first.
-
-        Each part costs calls that take the interpreter's lock, for which a part that is not verified has no need.
-        """
-        assert self._pool is not None
-        each = max(1, IN_CACHE // self._pool.frame_bytes) if self._verifies else len(moves)
-        slots, frames = np.array([move.slot for move in moves]), np.array([move.frame for move in moves])
-        for first in range(0, len(moves), each):
-            end = first + each
-            yield moves[first:end], slots[first:end], frames[first:end]
-
-    def _sum(self, content: Bytes, move: Move) -> bytes:
-        return checksum(content, move.key.name) if self._verifies else bytes(SUM_BYTES)
+        slots, frames = _places(moves)
+        sums = self._pool.write(frames, self._memory, slots, moves[0].job.fence, is_summed=self._verifies)
+        for move, total in zip(moves, sums or [_NO_SUM] * len(moves), strict=True):
+            if self._seals[move.slot] != move.key.name + total:
+                move.why = CORRUPT
 
     def _void(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -103,6 +85,11 @@ class HostTier(SlotTier):
     def _end(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._bytes = self._memory.numpy()
+
+
+def _places(moves: Sequence[Move]) -> tuple[Numbers, Numbers]:
+    """Return the slots and the frames of moves, int64 [n] each."""
+    return np.array([move.slot for move in moves]), np.array([move.frame for move in moves])
 
 
 def _allocate(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:

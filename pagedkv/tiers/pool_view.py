@@ -1,7 +1,8 @@
 """PoolView: the frames of a pool as a tier sees them, as runs of bytes. It knows no tokens, layers or sequences.
 
-Runs in host memory are copied in one call without the GIL, so that other threads compute meanwhile. Copies from and to
-a GPU run on a stream of the calling thread, after a fence that the owner of the pool has recorded.
+Runs in host memory are copied in one call without the GIL, so that other threads compute meanwhile. The call computes
+their checksums while it copies, so no byte is read twice (csrc/cpu/moves/runs.cpp). Copies from and to a GPU run on a
+stream of the calling thread, after a fence that the owner of the pool has recorded.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import numpy.typing as npt
 import torch
 
 from pagedkv.kernels import cpu
+from pagedkv.tiers.checksum import LEAST_LONG, SUM_BYTES, checksum
 
 Numbers = npt.NDArray[np.int64]
 States = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
+Fence = torch.cuda.Event | None
 
 
 class PoolView:
@@ -72,24 +75,32 @@ class PoolView:
         event.record(torch.cuda.current_stream(self.frames.device))  # type: ignore[no-untyped-call]
         return event
 
-    def read(self, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: torch.cuda.Event | None = None) -> None:
-        """Copy each of `frames` (int64 [n]) to a row of `into` (uint8 [N, frame_bytes], on the host), and wait."""
-        self._copy((into, rows), (self.frames, frames), fence)
+    def read(
+        self, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: Fence = None, *, is_summed: bool = False
+    ) -> list[bytes]:
+        """Copy each of `frames` (int64 [n]) to a row of `into` (uint8 [N, frame_bytes], on the host), and wait.
+
+        Return the checksum (without a key) of each page if `is_summed`, else an empty list.
+        """
+        return self._copy((into, rows), (self.frames, frames), fence, is_summed)
 
     def write(
-        self, frames: Numbers, source: torch.Tensor, rows: Numbers, fence: torch.cuda.Event | None = None
-    ) -> None:
-        """Copy rows of `source` (uint8 [N, frame_bytes], on the host) to `frames` (int64 [n]), and wait."""
-        self._copy((self.frames, frames), (source, rows), fence)
+        self, frames: Numbers, source: torch.Tensor, rows: Numbers, fence: Fence = None, *, is_summed: bool = False
+    ) -> list[bytes]:
+        """Copy rows of `source` (uint8 [N, frame_bytes], on the host) to `frames` (int64 [n]), and wait.
+
+        Return the checksum (without a key) of each page if `is_summed`, else an empty list.
+        """
+        return self._copy((self.frames, frames), (source, rows), fence, is_summed)
 
     def _copy(
-        self, to: tuple[torch.Tensor, Numbers], source: tuple[torch.Tensor, Numbers], fence: torch.cuda.Event | None
-    ) -> None:
+        self, to: tuple[torch.Tensor, Numbers], source: tuple[torch.Tensor, Numbers], fence: Fence, is_summed: bool
+    ) -> list[bytes]:
         (target, places), (origin, rows) = to, source
         if not self.is_cuda:
             size = self.frame_bytes
-            copy_runs(target.data_ptr() + places * size, origin.data_ptr() + rows * size, size)
-            return
+            to_bytes, from_bytes = target.data_ptr() + places * size, origin.data_ptr() + rows * size
+            return copy_runs(to_bytes, from_bytes, size, is_summed=is_summed)
         stream = self._stream()
         if fence is not None:
             stream.wait_event(fence)
@@ -97,6 +108,8 @@ class PoolView:
             for place, row in zip(places.tolist(), rows.tolist(), strict=True):
                 target[place].copy_(origin[row], non_blocking=True)
         stream.synchronize()
+        on_host, lines = (target, places) if origin is self.frames else (origin, rows)
+        return [checksum(on_host[line].numpy(), b"") for line in lines.tolist()] if is_summed else []
 
     def _stream(self) -> torch.cuda.Stream:
         """Return the stream of the calling thread."""
@@ -107,13 +120,22 @@ class PoolView:
         return stream
 
 
-def copy_runs(targets: Numbers, sources: Numbers, num_bytes: int) -> None:
+def copy_runs(targets: Numbers, sources: Numbers, num_bytes: int, *, is_summed: bool = False) -> list[bytes]:
     """Copy `num_bytes` bytes from each source to its target. Runs must not overlap.
 
+    Return the checksum (without a key) of each run if `is_summed`, else an empty list.
     Shapes: targets, sources int64 [n], addresses
     """
+    is_fused = is_summed and num_bytes >= LEAST_LONG and not cpu.missing()
+    sums = np.empty((len(targets) if is_fused else 0, SUM_BYTES), np.uint8)
     if not cpu.missing():
-        cpu.extension().copy_runs(targets.ctypes.data, sources.ctypes.data, len(targets), num_bytes)
-        return
-    for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-        ctypes.memmove(target, source, num_bytes)
+        cpu.extension().copy_and_sum(
+            targets.ctypes.data, sources.ctypes.data, len(targets), num_bytes, sums.ctypes.data if is_fused else 0
+        )
+    else:
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            ctypes.memmove(target, source, num_bytes)
+    if is_fused or not is_summed:
+        return [row.tobytes() for row in sums]
+    runs = [np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(target)) for target in targets.tolist()]
+    return [checksum(run, b"") for run in runs]

@@ -1,27 +1,60 @@
-"""Runs of bytes: copied as they are, with and without the extension."""
+"""Runs of bytes: copied as they are, and summed on the way, with and without the extension."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import xxhash
 
 from pagedkv.kernels import cpu
 from pagedkv.tiers.pool_view import copy_runs
 
+LONG = 256 << 10
+"""Runs of so many bytes go past the caches."""
+BLOCK = 1024
+"""Bytes after which xxh3 scrambles its sums."""
+EDGES = [
+    1,
+    100,
+    240,
+    241,
+    255,
+    256,
+    257,
+    BLOCK - 63,
+    BLOCK,
+    BLOCK + 1,
+    BLOCK + 64,
+    BLOCK + 65,
+    2 * BLOCK,
+    LONG - 1,
+    LONG,
+]
 
-@pytest.mark.parametrize("size", [100, (256 << 10) + 2, (256 << 10) + 63])
-@pytest.mark.parametrize("by_extension", [True, False])
-def test_runs_arrive_and_nothing_beside_them_changes(
-    by_extension: bool, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs of 256 KiB and more go past the caches, in lines of 64 bytes."""
-    if by_extension and cpu.missing():
+
+@pytest.fixture(params=[True, False], ids=["extension", "python"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param and cpu.missing():
         pytest.skip(cpu.missing()[0])
-    if not by_extension:
+    if not request.param:
         monkeypatch.setattr(cpu, "missing", lambda: ["not here"])
-    source, target = np.random.default_rng(0).integers(1, 256, (9, size), np.uint8), np.zeros((5, size), np.uint8)
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("is_summed", [True, False])
+@pytest.mark.parametrize("beyond", [0, 1], ids=["aligned", "odd"])
+@pytest.mark.parametrize("size", [*EDGES, LONG + 1, LONG + 63, LONG + 64])
+def test_runs_arrive_with_their_sums_and_nothing_beside_them_changes(size: int, beyond: int, is_summed: bool) -> None:
+    """The sums are those that the library computes of the whole run."""
+    stride = (size + 2 * 64) // 64 * 64
+    source = np.random.default_rng(size).integers(1, 256, (9, stride), np.uint8)
+    target = np.zeros((5 * stride + 64,), np.uint8)
+    target = target[-target.ctypes.data % 64 :][: 5 * stride].reshape(5, stride)  # begins at a line
     rows, places = np.array([7, 0, 3]), np.array([4, 1, 2])
-    copy_runs(target.ctypes.data + places * size + 1, source.ctypes.data + rows * size + 1, size - 2)
-    assert (target[places, 1 : size - 1] == source[rows, 1 : size - 1]).all()
-    target[places, 1 : size - 1] = 0
+    to, start = target.ctypes.data + places * stride + beyond, source.ctypes.data + rows * stride + 3
+    sums = copy_runs(to, start, size, is_summed=is_summed)
+    copied, runs = target[places, beyond : beyond + size], source[rows, 3 : 3 + size]
+    assert (copied == runs).all()
+    assert sums == ([xxhash.xxh3_128_digest(run.tobytes()) for run in runs] if is_summed else [])
+    target[places, beyond : beyond + size] = 0
     assert not target.any()
