@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from unittest.mock import patch
 
-from pagedkv.bench.clock import on_this_cpu
+from pagedkv.bench.clock import on_this_cpu, watched
 from pagedkv.bench.generate import models
 from pagedkv.kernels import linear
 from pagedkv.kernels.bound import BoundAttention, BoundWrite
@@ -67,22 +67,25 @@ def _timed(engine: Engine) -> Iterator[_Clock]:
 
 
 def parts(engine: Engine, batch: int, context: int, steps: int) -> tuple[dict[str, float], bool]:
-    """Return the seconds of a step by its parts, the median over `steps` steps of each, and whether half were clean.
+    """Return the seconds of a step by its parts, the median over `steps` steps of each, and whether they were clean.
 
     The parts after the operations are what is left of the forward pass, and of the step.
     """
     requests = models.filled(engine, batch, context)
     engine.step()
     found: dict[str, list[float]] = defaultdict(list)
-    cleans = []
-    for _ in range(steps):
+
+    def take_apart() -> bool:
+        """Time one step; return whether it was clean."""
         with _timed(engine) as clock:
             whole, is_clean = on_this_cpu(engine.step)
-        cleans.append(is_clean)
         inside = {name: seconds for name, seconds in clock.seconds.items() if name != FORWARD}
         for name, seconds in inside.items():
             found[name].append(seconds)
         found["rest of the forward pass"].append(clock.seconds[FORWARD] - sum(inside.values()))
         found["schedule, plan, sample, commit, deliver"].append(whole - clock.seconds[FORWARD])
+        return is_clean
+
+    cleans, _, is_clean = watched(lambda: [take_apart() for _ in range(steps)])
     models.emptied(engine, requests)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}, 2 * sum(cleans) >= steps
+    return {name: statistics.median(seconds) for name, seconds in found.items()}, is_clean or 2 * sum(cleans) >= steps
