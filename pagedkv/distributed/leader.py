@@ -25,6 +25,7 @@ from pagedkv.core.warm import warm_up_step
 from pagedkv.distributed import wire
 from pagedkv.distributed.launch import require_served
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.linear.matrix import Matrix
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import Engine
 from pagedkv.model.loop.pool import new_cache
@@ -165,5 +166,6 @@ def decoder_of(
 def digest_of(decoder: Decoder, folder: Path | str | None) -> str:
     """Return a text that differs if two ranks have loaded different weights, or in different dtypes."""
     sample = weights_sample(BUNDLED if folder is None else Path(folder))
-    kinds = [type(decoder.weights.head).__name__, str(decoder.dtype), sample]
-    return hashlib.sha256(repr((decoder.config, kinds)).encode()).hexdigest()
+    head = decoder.weights.head
+    dtypes = [head.stored.dtype if isinstance(head, Matrix) else head.dtype, decoder.dtype]
+    return hashlib.sha256(repr((decoder.config, dtypes, sample)).encode()).hexdigest()

@@ -231,6 +231,29 @@ def test_a_copy_of_the_model_with_other_weights_is_refused(folder: Callable[...,
         on_threads(2, lead, lambda ranks: jobs.followed(ranks, jobs.job_of(other, [])))
 
 
+OTHER_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"weights": "int8"}, {"weights": "int4"}),
+    ({"weights": "int8"}, {}),
+    ({"dtype": "bfloat16"}, {}),
+    ({"window": 24, "sinks": 4}, {"window": 24}),
+]
+"""Options of rank 0, and of another rank."""
+
+
+@pytest.mark.parametrize(("first", "second"), OTHER_OPTIONS)
+def test_a_rank_with_other_options_is_refused(
+    first: dict[str, Any], second: dict[str, Any], folder: Callable[..., Path]
+) -> None:
+    made = folder("llama", hidden_size=128, intermediate_size=256, head_dim=32)
+
+    def lead(ranks: ThreadRanks) -> None:
+        leader.load(ranks, made, **{"dtype": "float32", "num_frames": 50, **first})
+        ranks.stop()
+
+    with pytest.raises(InvalidRequest, match="the model of this rank is not that of rank 0"):
+        on_threads(2, lead, lambda ranks: jobs.followed(ranks, jobs.job_of(made, [], **second)))
+
+
 def test_a_step_that_fails_ends_the_group(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error behind the message the ranks are at different collectives: no step may follow."""
     made = folder("llama")
