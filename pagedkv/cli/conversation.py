@@ -9,7 +9,8 @@ and those tokens before it that lie in a page that is not full.
 
 Ctrl-C ends a reply and not the process: a flag is set, and the step under way goes on to its end. The part that was
 made stays in the history, unless it was to be chosen among others (--best-of). A second Ctrl-C in the same step ends
-the process. At the prompt Ctrl-C drops the line, and Ctrl-D ends the conversation.
+the process. At the prompt Ctrl-C drops the line, and Ctrl-D ends the conversation. Of several ranks Ctrl-C ends all:
+torchrun ends with it, and would kill them half a minute later.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ with suppress(ImportError):
 PROMPT: Final = "> "
 RESET: Final = "/reset"
 HELP: Final = f"{RESET} forgets the conversation, Ctrl-C ends a reply, Ctrl-D ends the conversation"
+HELP_OF_RANKS: Final = f"{RESET} forgets the conversation, Ctrl-C or Ctrl-D ends it"
 
 DEMO_PAGE, _, DEMO_QUESTION = DEMO_PROMPT.rpartition("\n")
 """The system message of the bundled checkpoint, if the user gives none: it answers questions about records."""
@@ -50,19 +52,23 @@ class CtrlC:
     """The handler of SIGINT during a conversation: an exception at the prompt, else a flag; the second time, as before.
 
     Numba's functions must not be interrupted, so no exception is raised in a step.
+    is_left: whether the handler stays as it was, so that Ctrl-C ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_left: bool = False) -> None:
+        self.is_left: bool = is_left
         self.came: bool = False
         self.is_at_prompt: bool = False
         self._before: Any = signal.SIG_DFL
 
     def __enter__(self) -> CtrlC:
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        if not self.is_left:
+            self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        if not self.is_left:
+            signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_at_prompt:
@@ -85,13 +91,13 @@ def hold(job: Job, screen: Console) -> int:
     params = replace(params, logit_bias=with_ids(job.biases, engine.tokenizer))
     talk = Conversation(engine, job, params, screen)
     talk.begin()
-    with engine, traced(engine, job.trace), CtrlC() as ctrl_c:
+    with engine, traced(engine, job.trace), CtrlC(is_left=job.ranks is not None) as ctrl_c:
         while (line := _line(ctrl_c, screen)) is not None:
             if line == RESET:
                 talk.reset()
                 talk.say("the conversation is empty")
             elif re.fullmatch(r"/\w*", line):
-                talk.say(HELP)
+                talk.help()
             elif line:
                 talk.turn(line, ctrl_c)
     talk.end()
@@ -103,6 +109,8 @@ def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
     try:
         return _typed(ctrl_c).strip()
     except KeyboardInterrupt:
+        if ctrl_c.is_left:
+            raise
         screen.print()
         return ""
     except UnicodeDecodeError as error:
@@ -141,7 +149,11 @@ class Conversation:
         self._token_ids([*self._messages, {"role": "user", "content": "?"}])
         if self._page:
             self.say(f"{self._page}\n\nAsk about this page, such as: {DEMO_QUESTION}")
-        self.say(HELP)
+        self.help()
+
+    def help(self) -> None:
+        """Tell what the user can do."""
+        self.say(HELP if self._job.ranks is None else HELP_OF_RANKS)
 
     def say(self, text: str) -> None:
         """Print a dim text to the terminal."""

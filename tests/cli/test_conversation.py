@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from rich.console import Console
 
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.records import num_tokens_of
@@ -277,6 +279,15 @@ def test_a_second_ctrl_c_in_one_step_ends_the_process(monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 ctrl_c._handle(signal.SIGINT, None)
             assert not ctrl_c.is_at_prompt
+
+
+def test_ctrl_c_is_left_to_the_process_where_several_ranks_converse(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(builtins, "input", mock.Mock(side_effect=KeyboardInterrupt))
+    with conversation.CtrlC(is_left=True) as ctrl_c:
+        assert signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt):
+            conversation._line(ctrl_c, Console(quiet=True))
 
 
 def test_replies_go_to_stdout_and_all_else_to_the_terminal(tmp_path):

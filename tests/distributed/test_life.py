@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,29 @@ def test_torchrun_ends_when_a_rank_is_killed() -> None:
         agent.kill()
         agent.communicate()
     assert not [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists()]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_conversation_ends_all_ranks_at_once() -> None:
+    """Ranks that went on would be killed by torchrun, which ends with them, half a minute later."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    master, slave = pty.openpty()
+    pipes: dict[str, Any] = {"stdin": slave, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    agent = subprocess.Popen([*start, "-m", "pagedkv", "generate", "--chat"], cwd=ROOT, start_new_session=True, **pipes)
+    shown = ""
+    try:
+        assert agent.stderr is not None
+        while not shown.endswith("\n> ") and (letter := agent.stderr.read(1)):
+            shown += letter
+        assert "Ctrl-C or Ctrl-D ends it" in shown
+        os.killpg(agent.pid, signal.SIGINT)
+        assert agent.communicate(timeout=20)[1].count("Traceback") == 1  # that of torchrun itself
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.communicate()
+        os.close(master), os.close(slave)
+    assert agent.returncode == 1
 
 
 @pytest.mark.slow
