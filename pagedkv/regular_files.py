@@ -12,6 +12,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from pagedkv.errors import InvalidRequest
+
 _KINDS: Final = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -19,6 +21,21 @@ _KINDS: Final = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def folder_of(folder: str | Path) -> Path:
+    """Return the path of a folder that a user gave. Raises: InvalidRequest"""
+    try:
+        path = Path(folder)
+    except TypeError:
+        raise InvalidRequest(f"folder is {folder!r}; give a path") from None
+    try:
+        has_zero = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"folder is {folder!r}; a path has no half of a surrogate pair") from None
+    if has_zero:
+        raise InvalidRequest(f"folder is {folder!r}; a path has no zero byte")
+    return path
 
 
 def read(path: Path, most: int) -> bytes:

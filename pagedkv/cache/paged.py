@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedkv import debug
+from pagedkv import debug, regular_files
 from pagedkv.cache import sizes, snapshots
 from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
 from pagedkv.cache.devices import device_of
@@ -492,7 +492,7 @@ class PagedKVCache(Unique):
         valid until the new one is complete, also if the process is killed. Other files are not touched. O(bytes).
         Raises: OSError from the file system; BlockingIOError while another process writes a snapshot there
         """
-        return snapshots.save(self, snapshots.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
+        return snapshots.save(self, regular_files.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
 
     def restore(self, folder: str | Path, *, model: str = "", key: bytes | None = None) -> Restored:
         """Make the intact pages of a snapshot findable again, as many as fit into free frames. No frame is evicted.
@@ -501,7 +501,7 @@ class PagedKVCache(Unique):
         A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it.
         A snapshot of another model or layout is refused as a whole. A damaged file never raises: see Restored.
         """
-        return snapshots.load(self, snapshots.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
+        return snapshots.load(self, regular_files.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
 
     # -- observation and checks ----------------------------------------------------------------------------------------
 

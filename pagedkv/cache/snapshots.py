@@ -122,21 +122,6 @@ class Restored:
     refused: str = ""
 
 
-def folder_of(folder: str | Path) -> Path:
-    """Return the path of a folder that a user gave. Raises: InvalidRequest"""
-    try:
-        path = Path(folder)
-    except TypeError:
-        raise InvalidRequest(f"folder is {folder!r}; give a path") from None
-    try:
-        has_zero = b"\0" in os.fsencode(path)
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"folder is {folder!r}; a path has no half of a surrogate pair") from None
-    if has_zero:
-        raise InvalidRequest(f"folder is {folder!r}; a path has no zero byte")
-    return path
-
-
 def key_of(key: bytes | None) -> bytes | None:
     """Return the key that a user gave. Raises: InvalidRequest"""
     if key is not None and not (isinstance(key, bytes) and LEAST_KEY <= len(key) <= MOST_KEY):

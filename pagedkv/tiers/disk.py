@@ -25,8 +25,10 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,9 +41,10 @@ from filelock import FileLock, Timeout
 from pagedkv import regular_files
 from pagedkv.core.arguments import flag, whole
 from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum, require_secret
+from pagedkv.tiers.mover import Task
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import CANCELLED, CHANGED, CORRUPT, Move, SlotTier
-from pagedkv.tiers.tier import KEY_BYTES
+from pagedkv.tiers.tier import CLOSING, KEY_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,7 +107,7 @@ class DiskTier(SlotTier):
     ) -> None:
         super().__init__(size, limit=limit, policy=policy)
         require_secret(key)
-        self._folder, self._key = Path(folder), key
+        self._folder, self._key = regular_files.folder_of(folder), key
         self._checksum = "xxh3-128" if key is None else "blake2b with a key"
         self._direct = flag(direct, "direct")
         self.num_threads: int = whole(threads, "threads", 1, 1025)
@@ -117,7 +120,7 @@ class DiskTier(SlotTier):
 
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self._folder / f"{NAME}.lock", timeout=0)
+        lock = FileLock(self._folder / f"{NAME}.lock", timeout=0, thread_local=False)  # any thread may close the tier
         try:
             lock.acquire()
         except Timeout:
@@ -196,13 +199,15 @@ class DiskTier(SlotTier):
 
     def _pages_on_disk(self) -> list[tuple[int, bytes, bytes]]:
         """Return what `_begin` returns, for each sealed slot, the oldest first. A damaged seal is an empty slot."""
-        found = []
+        found, damaged = [], []
         for slot in np.flatnonzero(self._seals["serial"]).tolist():
             seal = self._seals[slot]
             if int(seal["check"]) == self._check(slot) and int(seal["serial"]) < MOST_SERIAL:
                 found.append((int(seal["serial"]), slot, seal["name"].tobytes(), seal["tenant"].tobytes()))
             else:
-                self._void([slot])
+                damaged.append(slot)
+        self._reuse(damaged)
+        self._write_seals(damaged)
         found.sort()
         self._serial = found[-1][0] if found else 0  # of a whole seal: a damaged one may have any
         return [(slot, name, tenant) for _, slot, name, tenant in found]
@@ -299,12 +304,20 @@ class DiskTier(SlotTier):
         return bounce
 
     def _reuse(self, slots: Sequence[int]) -> None:
-        with self._sealing:  # the owner waits for no file: a thread writes the seals before it writes the pages
-            self._seals["serial"][slots] = 0
+        self._seals["serial"][slots] = 0  # a thread writes the seal before it writes the page
 
     def _void(self, slots: Sequence[int]) -> None:
+        self._reuse(slots)
+        self._mover.put(Task(partial(self._write_seals, slots), 0, 0, False, lambda: True))
+
+    def forget(self) -> None:
+        """See Tier.forget. The seals are written by a thread: the owner waits for no disk that hangs."""
+        until = time.monotonic() + CLOSING
+        super().forget()
+        self._mover.drain(until - time.monotonic())
+
+    def _write_seals(self, slots: Sequence[int]) -> None:
         with self._sealing:
-            self._seals["serial"][slots] = 0
             try:
                 for slot in slots:
                     self._write_seal(slot)

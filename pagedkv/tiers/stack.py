@@ -76,6 +76,8 @@ class TierStack(ThreadGuard):
                 f"the {lasting[0]} tier keeps pages for other processes, and the cache has no name for its weights; "
                 "give model=, such as the digest of the checkpoint"
             )
+        if isinstance(write_back, type) or not callable(getattr(write_back or EveryPage(), "stores", None)):
+            raise InvalidRequest(f"write_back is {write_back!r}; give an object with `stores`, such as UsedAgain()")
         names = [tier.name for tier in tiers]
         for number, tier in enumerate(tiers):
             if names[:number].count(names[number]):

@@ -20,7 +20,7 @@ import pytest
 
 from pagedkv import AddressSpace, PagedKVCache
 from pagedkv.errors import ConcurrentUse, InvalidRequest
-from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, slots, tier
+from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, UsedAgain, disk, level, slots, tier
 from pagedkv.tiers.mover import Mover, Task
 from tests.tiers.test_hostile import Stubborn
 from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
@@ -121,6 +121,8 @@ def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.
         lambda folder: DiskTier(folder, "1MiB", threads=0),
         lambda folder: DiskTier(folder, "1MiB", threads="2"),
         lambda folder: DiskTier(folder, "1MiB", direct=1),
+        lambda folder: DiskTier(None, "1MiB"),  # type: ignore[arg-type]
+        lambda folder: DiskTier("a\0b", "1MiB"),
     ],
 )
 def test_a_wrong_option_is_refused_before_the_first_page(make: Any, tmp_path: Path) -> None:
@@ -129,6 +131,12 @@ def test_a_wrong_option_is_refused_before_the_first_page(make: Any, tmp_path: Pa
     for wrong in ({"model": None}, {"model": b"m"}, {"rank": "x"}, {"rank": -1}):
         with pytest.raises(InvalidRequest):
             PagedKVCache(SPEC, num_frames=16, tiers=[HostTier("1MiB")], **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [UsedAgain, object()])
+def test_a_write_back_that_cannot_choose_pages_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="write_back"):
+        PagedKVCache(SPEC, num_frames=16, tiers=[HostTier("1MiB")], write_back=wrong)
 
 
 def test_a_cache_without_a_model_has_no_tier_that_other_processes_read(tmp_path: Path) -> None:
@@ -397,6 +405,46 @@ def test_the_seals_of_a_disk_tier_have_their_blocks_from_the_beginning(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path / "b", "8MiB")])
+
+
+@pytest.mark.parametrize("verb", ["commit", "forget"])
+def test_a_disk_that_hangs_while_a_seal_is_written_keeps_no_caller(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, may_go_on, write = threading.Event(), threading.Event(), os.pwrite
+
+    def slow(file: int, content: bytes, at: int) -> int:
+        if len(content) == disk.SEAL.itemsize:
+            hangs.set()
+            may_go_on.wait(20)
+        return write(file, content, at)
+
+    monkeypatch.setattr(slots, "CLOSING", 0.05)
+    monkeypatch.setattr(disk, "CLOSING", 0.05)
+    world = World(PagedKVCache(SPEC, model="m", num_frames=24, tiers=[DiskTier(tmp_path, "1MiB")]))
+    monkeypatch.setattr(os, "pwrite", slow)
+    world.run(IDS)
+    assert hangs.wait(20)
+    began = time.monotonic()
+    if verb == "commit":
+        world.run([7, *IDS])
+    else:
+        world.cache.forget()
+    assert time.monotonic() - began < 10
+    may_go_on.set()
+    assert world.cache.tiers.close()
+    again = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]))
+    assert again.cache.fetch([7, *IDS]).asked == (40 if verb == "commit" else 0)
+    again.cache.tiers.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_tier_that_another_thread_closes_or_collects_leaves_its_folder(closes: bool, tmp_path: Path) -> None:
+    caches = [PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")])]
+    other = threading.Thread(target=lambda: caches.pop().tiers.close() if closes else (caches.clear(), gc.collect()))
+    other.start()
+    other.join()
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
 
 
 def test_the_facts_of_a_disk_tier_are_not_written_through_a_link(tmp_path: Path) -> None:
