@@ -40,6 +40,8 @@ CLOCKS_DIFFER: Final = 120
 """Seconds by which the clocks of two processes may differ: objects so much older than the newest are listed again."""
 MOST_HEADS: Final = 256
 """Heads that one listing reads; the next listing goes on."""
+MOST_FAILURES: Final = 3
+"""Heads that may fail in one listing before the store counts as down."""
 MOST_PLACES: Final = 1 << 20
 """Records of other processes that are remembered. The oldest are forgotten first."""
 
@@ -89,6 +91,9 @@ class ObjectClient:
         except ImportError:
             raise InvalidRequest("a tier of objects needs the package obstore: pip install 'pagedkv[s3]'") from None
         self._obstore = obstore
+        if not isinstance(url, str) or not isinstance(options, dict):
+            kind = type(options).__name__  # its values may be secrets
+            raise InvalidRequest(f"url is {url!r}, and store a {kind}; give s3://bucket/prefix, and a dict of options")
         waits = {"timeout": f"{timeout}s", "connect_timeout": f"{timeout}s", **options.get("client_options", {})}
         if not url.startswith(("file:", "memory:")):
             options = {"retry_config": {"max_retries": 1}, **options, "client_options": waits}
@@ -122,7 +127,7 @@ class ObjectClient:
         latest = time.time_ns() + CLOCKS_DIFFER * 10**9  # a name with a later time would hide all others
         since = f"{FOLDER}{max(0, self._newest - CLOCKS_DIFFER * 10**9):020d}"
         self._heads = {path for path in self._heads if path >= since}
-        num_read = 0
+        num_read, failures = 0, list[Exception]()
         for page in self._obstore.list(self._store, FOLDER, offset=since):
             for path, size in ((entry["path"], entry["size"]) for entry in page):
                 made_at = path[len(FOLDER) :].split("-")[0]
@@ -130,9 +135,17 @@ class ObjectClient:
                     continue
                 if num_read == MOST_HEADS:
                     return
-                self._read_head(path, size)
+                try:
+                    self._read_head(path, size)
+                except Exception as failure:  # of this object, such as an archived one, or of the store
+                    failures.append(failure)
+                    if len(failures) > MOST_FAILURES:
+                        raise
+                    continue  # it is read again by a later listing
                 self._heads.add(path)
                 self._newest, num_read = max(self._newest, int(made_at)), num_read + 1
+        if failures and not num_read:
+            raise failures[0]
 
     def _read_head(self, path: str, object_bytes: int) -> None:
         """Note the records of an object. One whose head does not describe it has none."""

@@ -8,9 +8,11 @@ longest ago, with `noeviction` it refuses new ones, which the tier counts as ref
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from pagedkv.core.arguments import real, whole
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.checksum import Bytes
 from pagedkv.tiers.shared.records import THERE, Record
@@ -47,12 +49,14 @@ class RedisClient:
             raise InvalidRequest("a tier in Redis needs the package redis: pip install 'pagedkv[redis]'") from None
         self._out_of_memory = redis.exceptions.OutOfMemoryError
         self._wrong_type = redis.exceptions.ResponseError
-        self._expire = expire
+        self._expire = None if expire is None else whole(expire, "expire", 1)
+        if not 0 < real(timeout, "timeout") < math.inf:
+            raise InvalidRequest(f"timeout is {timeout}; give the seconds after which a call to the server fails")
         try:
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, decode_responses=False
             )
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # AttributeError: it is no text
             raise InvalidRequest(f"the url of Redis cannot be read ({error}); give redis://127.0.0.1:6379/0") from None
 
     def find(self, names: Sequence[bytes]) -> list[bool]:

@@ -216,8 +216,9 @@ class _Asker:
         """Return whether the store has each page; [] if it does not answer in time, or has not answered before."""
         if seconds <= 0 or (self._last is not None and not self._last.is_answered.is_set()):
             return []
-        self._last = _Question(names)
-        self._questions.put(self._last)
+        question = _Question(names)
+        self._questions.put(question)
+        self._last = question  # now: an interrupt must not leave a question here that is not put
         return self._last.answer if self._last.is_answered.wait(seconds) else []
 
     def close(self) -> bool:
