@@ -149,5 +149,9 @@ class PagedStorage(Base):
             return False
         return not any(refusals)
 
+    def close(self) -> None:
+        """End the connections, as SGLang asks for when it detaches the storage."""
+        self._records.close()
+
     def clear(self) -> None:
         """Do nothing: other servers may use these pages. The store drops old ones by its own rules."""

@@ -138,6 +138,16 @@ def test_a_store_that_fails_costs_a_prefix_and_no_thread_of_sglang() -> None:
     assert ours.batch_set(KEYS, pages()) is False
 
 
+def test_a_storage_that_sglang_detaches_ends_its_connections(tmp_path: Path) -> None:
+    store = Redis(tmp_path)
+    ours = storage(extra_config={"store": f"redis:{store.url}"})
+    assert ours.batch_set(KEYS, pages())
+    num_open = store.num_connections
+    ours.close()
+    assert store.num_connections < num_open
+    store.close()
+
+
 def test_a_config_without_store_or_weights_is_refused_in_words() -> None:
     with pytest.raises(InvalidRequest, match="names no store"):
         PagedStorage(config())

@@ -106,6 +106,10 @@ class Redis:
     def write(self, name: bytes, record: bytes) -> None:
         self._redis.set(name, record)
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._redis.client_list())
+
     def replace_by_list(self, name: bytes) -> None:
         """Put a list where a record was."""
         self._redis.delete(name)
