@@ -82,6 +82,11 @@ def _speed(row: Row) -> str:
     return f"{figure(row['median'])} ({row['of_bare']:.2f}{must}){_mark(row)}"
 
 
+def _most(row: Row, share: str, most: str) -> str:
+    """Return the promise `most`, and whether `row[share]` keeps it. "" for a row without a promise."""
+    return f"{most}{' **missed**' if row[share] > row['must'] else ''}" if row.get("must") else ""
+
+
 def _mark(row: Row) -> str:
     return "" if row["clean"] else ", disturbed"
 
@@ -92,7 +97,8 @@ def _tokens(rows: list[Row]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio, must = (f"{row[name]:.3f}" if row.get(name) else "" for name in ("of_computing", "must"))
+        ratio = f"{row['of_computing']:.3f}" if row.get("of_computing") else ""
+        must = _most(row, "of_computing", f"{row.get('must') or 0:.3f}")
         lines.append(f"| {_place(row)} | {row['context']:,} | {figure(row['median'])}{_mark(row)} | {ratio} | {must} |")
     return lines if rows else []
 
@@ -102,7 +108,7 @@ def _steps(rows: list[Row]) -> list[str]:
     lines.append("|---|---|---|---|---|---|")
     for row in rows:
         slower, taken = (f"{row[name]:.1f} %" if name in row else "" for name in ("slower_percent", "taken_percent"))
-        must = f"{100 * (row['must'] - 1):.1f} %" if row.get("must") else ""
+        must = _most(row, "of_alone", f"{100 * ((row.get('must') or 1) - 1):.1f} %")
         name, moved = row["variant"].removeprefix(OURS), f"{row['moved_gb_s']:.2f}" if "of_alone" in row else ""
         lines.append(f"| {name} | {figure(row['median'])}{_mark(row)} | {moved} | {slower} | {taken} | {must} |")
     return lines if rows else []

@@ -13,7 +13,7 @@ from pagedkv.bench import clock, compare
 from pagedkv.bench.generate import runner as generate
 from pagedkv.bench.generate.models import TINY
 from pagedkv.bench.report import readme
-from pagedkv.bench.tiers import beside, first_token, plot, runner, speed
+from pagedkv.bench.tiers import beside, first_token, plot, runner, speed, words
 from pagedkv.errors import InvalidRequest
 
 
@@ -34,6 +34,13 @@ def rows(tmp_path_factory):
         ]
     about = {"machine": "here", "when": "now", "commit": "c", "command": "pagedkv bench tiers"}
     return [{"bench": "tiers"} | row | about for row in found]
+
+
+@pytest.mark.parametrize(("case", "share"), [("first token", "of_computing"), ("decode beside transfers", "of_alone")])
+def test_the_manual_calls_a_promise_missed_that_was_not_kept(rows, case, share):
+    for change, is_missed in ((1, True), (-1, False)):
+        told = words.text([row | {share: row["must"] + change} for row in of(rows, case) if row.get("must")])
+        assert ("**missed**" in told) is is_missed
 
 
 def of(rows, case):
