@@ -190,7 +190,7 @@ class TierStack(ThreadGuard):
         return self._flush(self._levels, timeout)
 
     def _flush(self, levels: Sequence[Level], timeout: float | None) -> bool:
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else time.monotonic() + real(timeout, "timeout")
         while True:
             self.pump(PAUSE)
             if not any(level.is_open and (level.num_pending or level.backlog) for level in levels):
@@ -342,7 +342,7 @@ class TierStack(ThreadGuard):
 
         Return whether none does. The pages that wait to be stored are stored later.
         """
-        until = time.monotonic() + timeout
+        until = time.monotonic() + real(timeout, "timeout")
         if not self._end_fetches(until):
             return False
         while self.num_pending:
@@ -397,7 +397,7 @@ class TierStack(ThreadGuard):
 
         timeout: about the most seconds that this takes. Return whether all was stored and no tier hangs.
         """
-        until = time.monotonic() + timeout
+        until = time.monotonic() + real(timeout, "timeout")
         is_stored = self._flush([level for level in self._levels if level.tier.is_lasting], timeout)
         for level in self._levels:
             level.cancel()

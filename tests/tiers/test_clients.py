@@ -45,6 +45,13 @@ def test_wrong_options_of_objects_are_refused_in_words(url: Any, store: Any) -> 
         ObjectTier(url, "1MiB", key=None, store=store)
 
 
+@pytest.mark.parametrize("linger", [-1.0, math.inf, math.nan, "1", None])
+def test_a_linger_that_never_ends_is_refused(tmp_path: Path, linger: Any) -> None:
+    pytest.importorskip("obstore")
+    with pytest.raises(InvalidRequest, match="linger"):
+        ObjectTier(f"file://{tmp_path}", "1MiB", key=None, linger=linger)
+
+
 def test_an_object_that_cannot_be_read_hides_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "LISTED_EVERY", 0.0)
     one, two = (Objects(tmp_path).client() for _ in range(2))

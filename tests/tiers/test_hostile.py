@@ -419,3 +419,13 @@ def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int, hold: bool) -> None
         life(world, hold)
         assert world.cache.stats().mapped == 0
     world.cache.tiers.close()
+
+
+@pytest.mark.parametrize("verb", ["flush", "quiesce", "close"])
+def test_a_wrong_timeout_is_refused_in_words_and_changes_nothing(verb: str) -> None:
+    cache = PagedKVCache(SPEC, num_frames=PAGES, tiers=[HostTier("1MiB")])
+    assert cache.tiers is not None
+    for timeout in ("x", float("nan"), []):
+        with pytest.raises(InvalidRequest, match="timeout"):
+            getattr(cache.tiers, verb)(timeout)
+    assert cache.tiers.close()

@@ -29,6 +29,7 @@ from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.tier import KEY_BYTES
 
 FOLDER: Final = "pagedkv/"
+LONGEST_LINGER: Final = 3600.0
 MAGIC: Final = b"PKVo"
 HEAD: Final = struct.Struct("<4sIQ")
 """magic, number of records, bytes of a record."""
@@ -64,6 +65,8 @@ class ObjectTier(SharedTier):
     ) -> None:  # fmt: skip
         super().__init__(ObjectClient(url, timeout, store or {}), size, **options)
         self._linger, self._stored_at = real(linger, "linger"), 0.0
+        if not 0.0 <= self._linger <= LONGEST_LINGER:
+            raise InvalidRequest(f"linger is {linger}; give the seconds, 0 to {LONGEST_LINGER}")
 
     @property
     def max_stores(self) -> int:
