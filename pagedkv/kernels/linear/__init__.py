@@ -2,13 +2,14 @@
 
 A decode step reads every weight once for a few tokens, so memory is its limit. The C++ body reads weights at the speed
 of memory and fuses what lies between two of them: norms, biases, gates, residuals. For many tokens arithmetic is the
-limit, and torch's matrix products are used.
+limit, and torch's matrix products are used. Without AVX-512, torch has no fast products of 16 bits, so weights are
+widened to float32.
 
     ops = choose(x.device, x.dtype, num_tokens, backend)      once for a step
     ops.norm_linear(x, norm, weights, bias, eps)
 
     kernel name     operations
-    None, "cpu"     `cpu` if it does not object, else `reference`
+    None, "cpu"     `cpu` if it does not object, else `reference`, with widened weights if that is faster
     any other       `reference`: these kernels only attend
 
 Weights are a tensor, or a `Matrix` of integers with scales (matrix.py), of which a step reads fewer bytes.
@@ -42,17 +43,21 @@ def choose(device: torch.device, dtype: torch.dtype, num_tokens: int, backend: s
     """
     if backend is None or backend == registry.AUTO:
         backend = debug.forced_backend() or registry.AUTO
-    if backend in (registry.AUTO, "cpu") and not cpu.objections(device, dtype, num_tokens):
-        return cpu.Body()
+    if backend in (registry.AUTO, "cpu"):
+        if not cpu.objections(device, dtype, num_tokens):
+            return cpu.Body()
+        if cpu.widens(device, dtype, num_tokens):
+            return cpu.Widened()
     return Operations()
 
 
 def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Return x W^T + bias, as torch.nn.functional.linear. Up to 32 rows of x read W at the speed of memory on a CPU.
 
-    torch computes more rows, and what the C++ operation does not serve: other devices, float64, gradients, autocast,
-    torch.func, subclasses of Tensor. A graph of torch.compile calls one operator, and so does a call that the profiler
-    or a mode of torch observes. Sums may be added in another order than torch's.
+    torch computes more rows, those of 16 bits in float32 if that is faster. It also computes what the C++ operation
+    does not serve: other devices, float64, gradients, autocast, torch.func, subclasses of Tensor. A graph of
+    torch.compile calls one operator, and so does a call that the profiler or a mode of torch observes. Sums may be
+    added in another order than torch's.
 
     backend: a kernel's name; None for PAGEDKV_KERNELS, or else the fastest.
     Shapes:  x [..., K]; weights [N, K], row-major; bias [N]; returns [..., N]

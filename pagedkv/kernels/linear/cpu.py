@@ -5,13 +5,15 @@ A call that the C++ code refuses (an unusual stride or dtype) is answered by the
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from pagedkv.kernels import cpu, quant
-from pagedkv.kernels.linear.matrix import Matrix
+from pagedkv.kernels.linear.matrix import PIECE, Matrix
 from pagedkv.kernels.linear.reference import Operations
 from pagedkv.kernels.threads import num_threads
 
@@ -35,6 +37,22 @@ def objections(device: torch.device, dtype: torch.dtype, num_tokens: int) -> lis
     if num_tokens > MOST_TOKENS:
         reasons.append(f"the step has {num_tokens} tokens; it serves at most {MOST_TOKENS}")
     return reasons
+
+
+def widens(device: torch.device, dtype: torch.dtype, num_tokens: int) -> bool:
+    """Return whether `Widened` serves a step: torch has no fast product of `dtype` on this processor.
+
+    Never if MOST_TOKENS is 0, by which the benchmarks ask for torch's products.
+    """
+    return device.type == "cpu" and 0 < MOST_TOKENS < num_tokens and _is_slow_in_torch(dtype)
+
+
+@cache
+def _is_slow_in_torch(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies matrices of 16 bits without oneDNN, as on processors without AVX-512."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype, "")
+    ask = getattr(torch.ops.mkldnn, name, None)  # none in a torch without oneDNN
+    return ask is not None and not ask()
 
 
 def state() -> tuple[Any, ...] | None:
@@ -97,3 +115,18 @@ class Body(Operations):
     def _add_normed(self, residual: Tensor, y: Tensor, norm: Tensor, eps: float) -> None:
         if not self._x.add_normed(residual, y, norm, eps, self._isa):
             super()._add_normed(residual, y, norm, eps)
+
+
+class Widened(Operations):
+    """The definition with products in float32, a part of the rows of the weights at a time. Sums round once."""
+
+    def _product(self, x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        N, K = weights.shape
+        if weights.dtype != x.dtype or not (bias is None or (bias.dtype == x.dtype and bias.shape == (N,))):
+            return super()._product(x, weights, bias)  # torch has the words
+        wide, result = x.float(), x.new_empty(len(x), N)
+        rows = max(1, torch.get_num_threads() * PIECE // max(1, K))
+        for first in range(0, N, rows):
+            part = slice(first, first + rows)
+            result[:, part] = F.linear(wide, weights[part].float(), None if bias is None else bias[part].float())
+        return result

@@ -106,7 +106,7 @@ class Operations:
 
         mode: "store" and "logits", y; "add", `out` after y was added; the name of an activation, act(gate) * up
         """
-        y = F.linear(normed(x, norm, eps), dense(weights, x.dtype), bias)
+        y = self._product(normed(x, norm, eps), dense(weights, x.dtype), bias)
         if mode == "add":
             assert out is not None
             return out.add_(y)
@@ -114,6 +114,9 @@ class Operations:
             return y.float() if mode == "logits" else y
         gate, up = y.chunk(2, dim=-1)
         return (F.silu(gate) if mode == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def _product(self, x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weights, bias)
 
     def _add_normed(self, residual: Tensor, y: Tensor, norm: Tensor, eps: float) -> None:
         residual += normed(y, norm, eps)

@@ -253,6 +253,47 @@ def test_the_choice_follows_device_dtype_tokens_and_the_named_kernel(monkeypatch
         linear.choose(CPU, torch.bfloat16, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(33, 64, 96), (40, 5000, 130), (33, 1, 1), (33, 0, 3)])
+def test_widened_products_are_nearer_than_torchs_of_16_bits(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    T, K, N = shape
+    dice = torch.Generator().manual_seed(0)
+    x, weights, bias = (torch.randn(*size, generator=dice).to(dtype) for size in ((T, K), (N, K), (N,)))
+    operations: Any = cpu.Widened()
+    calls: list[Any] = [(x, None, weights, None, EPS), (x, torch.ones(K, dtype=dtype), weights, bias, EPS)]
+    for args in calls:
+        wide: list[Any] = [part.double() if isinstance(part, Tensor) else part for part in args]
+        exact = reference.norm_linear(*wide)
+        errors = [(of.norm_linear(*args).double() - exact).abs().amax() for of in (operations, reference)]
+        assert errors[0] <= 1.5 * errors[1] + 1e-6
+    for wrong_x, wrong_bias in ((x.float(), None), (x, bias.float()), (x, torch.cat((bias, bias, bias)))):
+        with pytest.raises(RuntimeError, match=r"dtype|expand|size"):
+            operations.norm_linear(wrong_x, None, weights, wrong_bias, EPS)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_weights_are_widened_where_torch_is_slow(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
+    monkeypatch.setattr(cpu, "_is_slow_in_torch", lambda dtype: not is_fast and dtype == torch.bfloat16)
+    many, expected = cpu.MOST_TOKENS + 1, Operations if is_fast else cpu.Widened
+    assert type(linear.choose(CPU, torch.bfloat16, many)) is expected
+    assert type(linear.choose(CPU, torch.bfloat16, many, "cpu")) is expected
+    for args in ((CPU, torch.float32, many), (CPU, torch.bfloat16, many, "reference"), ("meta", torch.bfloat16, many)):
+        assert type(linear.choose(torch.device(args[0]), *args[1:])) is Operations  # type: ignore[arg-type]
+    linear._CHOSEN.clear()
+    x, weights = torch.randn(many, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    served = []
+
+    def product(*args: Any) -> Tensor:
+        served.append(args)
+        return Operations._product(*args)
+
+    monkeypatch.setattr(cpu.Widened, "_product", product)
+    assert linear.linear(x.view(3, -1, 64), weights).shape == (3, many // 3, 8)
+    assert len(served) == (not is_fast)
+    linear._CHOSEN.clear()
+
+
 def test_without_the_extension_the_definition_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
     monkeypatch.setattr(extension, "_cpu", None)
