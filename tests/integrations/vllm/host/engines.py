@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -46,6 +47,29 @@ def model_in(folder: Path, name: str) -> Path:
                 parameter.mul_(4)
     model.save_pretrained(folder / name)
     return folder / name
+
+
+def adapter_in(folder: Path) -> Path:
+    """Write a LoRA of rank 8 for all linear layers of the decoder layers of "llama"."""
+    torch.manual_seed(1)
+    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+    heads, kv_heads = (SIZES[name] * SIZES["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "self_attn.q_proj": (hidden, heads), "self_attn.k_proj": (hidden, kv_heads),
+        "self_attn.v_proj": (hidden, kv_heads), "self_attn.o_proj": (heads, hidden), "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner), "mlp.down_proj": (inner, hidden),
+    }  # fmt: skip
+    tensors = {}
+    for layer in range(SIZES["num_hidden_layers"]):
+        for name, (columns, rows) in shapes.items():
+            stem = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{stem}.lora_A.weight"] = 0.1 * torch.randn(8, columns)
+            tensors[f"{stem}.lora_B.weight"] = 0.1 * torch.randn(rows, 8)
+    (folder / "adapter").mkdir()
+    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": [name.split(".")[1] for name in shapes]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    return folder / "adapter"
 
 
 def encoder_in(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """One engine of vLLM, in a process of its own: reads a job from stdin, and writes the tokens of its prompts to stdout.
 
 job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs": int or null, "rounds": int}
+A job with "adapter", the folder of a LoRA, uses it for every second prompt.
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
 Writes {"tokens": [round][prompt][token], "logprobs": [...], "hits": tokens found in the prefix cache, "log": [...]}.
 """
@@ -18,6 +19,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever vLLM prints goes to stderr
     job: dict[str, Any] = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     engine = LLM(skip_tokenizer_init=not job.get("embed"), disable_log_stats=False, seed=0, **job["options"])
     if job.get("embed"):
@@ -33,9 +35,11 @@ def main() -> None:
         prompt_logprobs=job.get("logprobs"),
     )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    adapter = LoRARequest("adapter", 1, job["adapter"]) if job.get("adapter") else None
+    adapters = [adapter if number % 2 else None for number in range(len(prompts))]
     tokens, hits, logprobs = [], [], []
     for _ in range(job.get("rounds", 1)):
-        results = engine.generate(prompts, sampling, use_tqdm=False)
+        results = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
         tokens.append([list(result.outputs[0].token_ids) for result in results])
         hits.append([result.num_cached_tokens for result in results])
         if job.get("logprobs") is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.vllm.host.engines import MODELS, encoder_in, generate, model_in, prompts
+from tests.integrations.vllm.host.engines import MODELS, adapter_in, encoder_in, generate, model_in, prompts
 
 OURS = {"PAGEDKV_VLLM": "1"}
 SCHEDULER = {"scheduler_cls": "pagedkv.integrations.vllm.scheduler.PagedScheduler"}
@@ -78,6 +78,31 @@ def test_the_compiled_model_gives_the_same_tokens(stock: Any, folder: Path) -> N
     found = generate(folder / "llama", environ=OURS, enforce_eager=False)
     assert "Attention by pagedkv" in found["log"]
     assert found["tokens"] == stock("llama")["tokens"]
+
+
+def test_a_lora_for_every_second_prompt_gives_the_tokens_of_vllm(folder: Path) -> None:
+    """Prompts come in pairs: one without the adapter, and the same with it.
+
+    vLLM on a CPU reads "no adapter" as the last place for adapters, so that place must stay empty.
+    """
+    model, pairs = model_in(folder, "llama"), [ids for ids in prompts(8, 1200) for _ in range(2)]
+    job = {"prompts": pairs, "max_tokens": 16, "adapter": str(adapter_in(folder))}
+    options = {"job": job, "enable_lora": True, "max_loras": 2}
+    plain, found = (generate(model, environ=environ, **options) for environ in ({}, OURS))
+    assert "Attention by pagedkv" in found["log"]
+    assert "Linear layers by pagedkv" in found["log"]
+    assert found["tokens"] == plain["tokens"]
+    assert sum(found["hits"][1]) > 0
+    assert all(map(list.__ne__, found["tokens"][0][::2], found["tokens"][0][1::2]))
+
+
+def test_two_workers_with_half_of_the_heads_each_give_the_tokens_of_vllm(folder: Path) -> None:
+    model, job = model_in(folder, "llama"), {"prompts": prompts(8, 1200), "max_tokens": 16}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    plain, found = (generate(model, environ=cores | environ, job=job, tensor_parallel_size=2) for environ in ({}, OURS))
+    assert found["log"].count("Attention by pagedkv") == 2
+    assert found["tokens"] == plain["tokens"]
+    assert sum(found["hits"][1]) > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
