@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from pagedkv.bench.clock import Timing, Turns, compare, ratios
 from pagedkv.bench.generate.models import CONFIG, emptied, engine_of, filled, write_checkpoint
-from pagedkv.bench.generate.runner import matrices, read_speed, steps
+from pagedkv.bench.generate.runner import STEPS, matrices, read_speed, steps
 from pagedkv.bench.tiers.speed import Driven, pool_of
 from pagedkv.tiers.host import HostTier
 
@@ -30,7 +30,6 @@ ALONE: Final = "no transfers"
 LIMITS: Final = {"pagedkv, 2 GB/s": "2GB", "pagedkv, no limit": None}
 SLOWER: Final = 5.0
 """Per cent that a step may lose beyond the traffic that transfers take, with a limit."""
-STEPS: Final = 8
 SHAPE: Final = (8, 2048)
 FRAME: Final = 1_835_008
 
@@ -53,11 +52,11 @@ def rows(turns: int, shape: tuple[int, int] = SHAPE, config: dict[str, Any] = CO
     batch, context = shape
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name), config)
-        engine = engine_of(Path(name), batch * (context + 4 * STEPS * (turns + 1)), batch)
-    requests = filled(engine, batch, context)
+        engine = engine_of(Path(name), batch * (context + (1 + len(LIMITS)) * 2 * STEPS), batch)
     measured = Turns((ALONE, *LIMITS), turns, "steps beside transfers")
     traffic: dict[str, list[Traffic]] = {name: [] for name in measured.taken}
     for order in measured:
+        requests = filled(engine, batch, context)
         for variant in order:
             with _transfers(variant) as moved:
                 engine.step()
@@ -66,7 +65,7 @@ def rows(turns: int, shape: tuple[int, int] = SHAPE, config: dict[str, Any] = CO
                 speed = (moved() - before) / (time.perf_counter() - began)
             traffic[variant].append(Traffic(speed, read_speed(matrices(engine))))
             measured.add(variant, seconds, is_clean or variant != ALONE)  # the tier's own thread makes switches
-    emptied(engine, requests)
+        emptied(engine, requests)
     timings = measured.timings()
     for variant, timing in timings.items():
         row: Row = {"case": "decode beside transfers", "batch": batch, "context": context, "variant": variant}
