@@ -5,6 +5,7 @@ The part of a page between the two marks is made from rows. A test compares the 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -65,9 +66,10 @@ def _table(lines: list[Headline]) -> str:
     ]
     machines = "; ".join(dict.fromkeys(line.source["machine"] for line in lines))
     picture = f"![{TITLE}: the figures of the table as bars](docs/img/bench/field.svg)"
+    ends = [textwrap.fill(f"Measured on {machines}.", 120, break_on_hyphens=False)]
     if any(line.is_disturbed for line in lines):
-        machines += ".\nOther processes ran beside most turns of a figure that is called disturbed"
-    return "\n".join([picture, "", *heads, *table, "", f"Measured on {machines}."])
+        ends.append("Other processes ran beside most turns of a figure that is called disturbed.")
+    return "\n".join([picture, "", *heads, *table, "", *ends])
 
 
 def main() -> None:

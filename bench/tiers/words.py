@@ -69,7 +69,8 @@ def _speeds(rows: list[Row]) -> list[str]:
 def _transfers(rows: list[Row]) -> list[str]:
     lines = ["| to another process, by | KiB of a frame | GB/s, verified | the bare transport |", "|---|---|---|---|"]
     bare = {(row["tier"], row["frame"]): row for row in rows if "of_bare" not in row}
-    for row in (row for row in rows if "of_bare" in row):
+    ours = [row for row in rows if "of_bare" in row]
+    for row in sorted(ours, key=lambda row: (row["tier"], row["frame"])):
         beside = bare.get((row["tier"], row["frame"]))
         other = f"{figure(beside['median'])}{_mark(beside)}" if beside else ""
         lines.append(f"| {row['tier']} | {row['frame'] >> 10:,} | {_speed(row)} | {other} |")

@@ -47,6 +47,14 @@ def of(rows, case):
     return [row for row in rows if row["case"] == case]
 
 
+def test_the_table_of_transfers_is_in_the_order_of_sizes():
+    """The rows of a second run follow those of a first one."""
+    row = {"case": "transfer", "tier": "gloo", "variant": "pagedkv", "median": 1.0, "of_bare": 0.9, "must": None}
+    row |= {"clean": 5, "machine": "a machine", "command": "a command", "commit": "c", "when": "2026-11-26"}
+    told = words.text([row | {"frame": size << 10} for size in (64, 1024, 256)])
+    assert [line.split("|")[2].strip() for line in told.splitlines() if "gloo" in line] == ["64", "256", "1,024"]
+
+
 def test_a_tier_has_a_row_for_each_way_and_size_beside_the_bare_transfer(rows):
     bare = {"host": "memcpy, one thread", "disk": "direct I/O, 2 threads"}
     for way in ("store", "load"):
