@@ -73,17 +73,17 @@ def test_a_stage_that_fails_hangs_or_is_killed_does_not_stop_the_others(
     )
     assert time.monotonic() - began < 30, "the worker of the stage that hung was not ended"
     assert status == 1
-    lines = summary.splitlines()
+    lines = re.sub(r"(FAILED|passed|out of time), \d+ s", r"\1, N s", summary).splitlines()
     for text in (
-        "broken: FAILED, 0 s: status 3: so far",
-        "killed: FAILED, 0 s: killed by SIGKILL: half",
+        "broken: FAILED, N s: status 3: so far",
+        "killed: FAILED, N s: killed by SIGKILL: half",
         "tool: not run, 0 s: needs no-such-tool-anywhere, which is not on the PATH",
         "module: not run, 0 s: needs the module no_such_module, which this Python lacks",
-        "good: passed, 0 s",
+        "good: passed, N s",
         "  fine []",
     ):
         assert text in lines, summary
-    assert "hangs: out of time, 1 s: after 1 s; began" in lines
+    assert "hangs: out of time, N s: after 1 s; began" in lines
     assert any(line.startswith("empty: FAILED") and "nothing ran" in line for line in lines)
     assert files["hangs.log"].startswith(b"began\n")
     assert files["hangs.log"].endswith(b"KeyboardInterrupt\n")
@@ -114,13 +114,13 @@ def test_a_stage_of_tests_that_is_out_of_time_tells_the_reasons_of_failures(
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job of a shell
     try:
         began = time.monotonic()
-        tests = stages._pytest("laws", 7, str(tmp_path / "test_slow.py"), apart=apart)._replace(needs=("pytest",))
+        tests = stages._pytest("laws", 20, str(tmp_path / "test_slow.py"), apart=apart)._replace(needs=("pytest",))
         status, files, summary = fake(tests)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, ignored)
     assert status == 1
-    assert time.monotonic() - began < 7 + gpu.GRACE + 5
+    assert time.monotonic() - began < 20 + gpu.GRACE + 5
     assert "laws: out of time" in summary
     lines = summary.splitlines()
     (cause,) = [line for line in lines if "the cause" in line]

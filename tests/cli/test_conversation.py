@@ -207,7 +207,7 @@ class Terminal:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.execv(sys.executable, [sys.executable, "-m", "pagedkv", *argv])
 
-    def expect(self, text: str, seconds: float = 60) -> None:
+    def expect(self, text: str, seconds: float = 180) -> None:
         """Wait until `text` is shown, and forget all up to its end."""
         deadline = time.monotonic() + seconds
         while text.encode() not in self.shown:
