@@ -140,6 +140,18 @@ def watched(run: Callable[[], T], switches: Callable[[], int] = own_switches) ->
     return result, seconds, seconds >= COUNTED and whole - (not_of_others() - ours) <= LOST * seconds  # not so with NaN
 
 
+def together(
+    run: Callable[[], list[tuple[float, bool]]], switches: Callable[[], int] = own_switches
+) -> tuple[float, bool]:
+    """Return the median of calls that `run` times one by one, and whether half of them, or all together, were clean.
+
+    run: returns the seconds of each, and whether it was clean; the median is that of the clean ones, as in `settled`
+    """
+    taken, _, is_clean = watched(run, switches)
+    timing = settled(taken)
+    return timing.seconds, is_clean or 2 * timing.clean >= len(taken)
+
+
 def is_undisturbed(switches: int, seconds: float) -> bool:
     """Whether involuntary context switches took little enough of a repetition."""
     return switches * SLICE <= LOST * seconds

@@ -33,7 +33,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, settled, watched
+from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, settled, together
 from pagedkv.bench.generate import models
 from pagedkv.bench.generate.parts import parts
 from pagedkv.bench.generate.peers.process import Lost, Peer, opened, size_of, started
@@ -199,9 +199,7 @@ def decode(engine: Engine, batch: int, context: int) -> Taken:
 
 def steps(engine: Engine) -> Taken:
     """Time STEPS steps; return the median of the clean ones, and whether half of them, or all together, are clean."""
-    taken, _, is_clean = watched(lambda: [on_this_cpu(engine.step) for _ in range(STEPS)])
-    timing = settled(taken)
-    return timing.seconds, is_clean or timing.clean > 0
+    return together(lambda: [on_this_cpu(engine.step) for _ in range(STEPS)])
 
 
 def timed_step(engine: Engine) -> float:

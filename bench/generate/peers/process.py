@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from pagedkv.bench.clock import is_undisturbed, settled, switches_below, watched
+from pagedkv.bench.clock import is_undisturbed, switches_below, together
 from pagedkv.bench.progress import track
 from pagedkv.bench.worker_process import WorkerProcess
 from pagedkv.errors import InvalidRequest
@@ -92,9 +92,12 @@ class Peer:
 
         Raises: Lost
         """
-        taken, _, is_clean = watched(lambda: self._ask("run", steps=count)["steps"], switches_below)
-        timing = settled([(seconds, is_undisturbed(switches, seconds)) for seconds, switches in taken])
-        return timing.seconds, is_clean or timing.clean > 0
+
+        def run() -> list[tuple[float, bool]]:
+            taken = self._ask("run", steps=count)["steps"]
+            return [(seconds, is_undisturbed(switches, seconds)) for seconds, switches in taken]
+
+        return together(run, switches_below)
 
     def forget(self) -> None:
         """End the sequences. Raises: Lost"""

@@ -30,6 +30,7 @@ from pagedkv.tiers.tier import KEY_BYTES
 
 FOLDER: Final = "pagedkv/"
 LONGEST_LINGER: Final = 3600.0
+"""Seconds."""
 MAGIC: Final = b"PKVo"
 HEAD: Final = struct.Struct("<4sIQ")
 """magic, number of records, bytes of a record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -68,6 +69,15 @@ def _of_a_process_gone() -> float:
             return _of_others()
         finally:
             os.killpg(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("num_clean", "switches", "is_clean"), [(12, 9, True), (11, 9, False), (0, 0, True)])
+def test_calls_are_clean_if_half_of_them_are_or_all_together(num_clean, switches, is_clean):
+    taken = [(1.0 + number, number < num_clean) for number in range(24)]
+    counts = iter([0, switches])
+    seconds, found = clock.together(lambda: taken, lambda: next(counts))
+    assert found is is_clean
+    assert seconds == statistics.median(seconds for seconds, ok in taken if ok or not num_clean)
 
 
 def test_a_turn_with_a_slow_clock_counts_for_no_variant(monkeypatch):
