@@ -3,8 +3,8 @@
     bytes  uint8 [slots, frame_bytes]    on huge pages; pinned if the pool is on a GPU, so that copies run beside work
     seals  [slots]                       the name and the checksum of the page in each slot, 48 bytes
 
-The copy of a page computes its checksum (see PoolView): that of a store is kept, that of a load is compared with it. So
-a load is verified in the frame, which no prompt can find before. If the pool is on a GPU, the slot's bytes are summed.
+The copy of a page computes its checksum (see PoolView): that of a store is kept, that of a load is compared with it. No
+prompt can find the frame of a load before it was compared. If the pool is on a GPU, the checksum is that of the slot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """PoolView: the frames of a pool as a tier sees them, as runs of bytes. It knows no tokens, layers or sequences.
 
 Runs in host memory are copied in one call without the GIL, so that other threads compute meanwhile. The call computes
-their checksums while it copies, so no byte is read twice (csrc/cpu/moves/runs.cpp). Copies from and to a GPU run on a
-stream of the calling thread, after a fence that the owner of the pool has recorded.
+checksums of runs of 241 bytes and more while it copies (csrc/cpu/moves/runs.cpp). Without the extension, and of shorter
+runs, they are computed of what has arrived. Copies from and to a GPU run on a stream of the calling thread, after a
+fence that the owner of the pool has recorded.
 """
 
 from __future__ import annotations

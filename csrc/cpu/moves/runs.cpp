@@ -113,8 +113,8 @@ void copy(char* to, const char* from, int64_t bytes, char* checksum) {
             for (int i = 0; i < VECTORS; i++) sums[i] = scramble(sums[i], secret + 16 * i);
     }
     std::memcpy(to + last, from + last, static_cast<size_t>(bytes - last));
-    for (int i = 0; i < VECTORS; i++)  // the last 64 bytes, of which some may have been mixed in already
-        sums[i] = mix(sums[i], read<Words>(from + bytes - STRIPE + 16 * i), LAST_SECRET - 7 + 16 * i);
+    for (int i = 0; i < VECTORS; i++)  // the last 64 bytes that arrived, of which some may have been mixed in already
+        sums[i] = mix(sums[i], read<Words>(to + bytes - STRIPE + 16 * i), LAST_SECRET - 7 + 16 * i);
     uint64_t length = static_cast<uint64_t>(bytes);
     uint64_t low = fold(sums, SECRET + 11, length * PRIME64[0]);
     uint64_t high = fold(sums, LAST_SECRET - 11, ~(length * PRIME64[1]));

@@ -116,7 +116,7 @@ def _operations(device: torch.device, dtype: torch.dtype, num_rows: int, backend
     state = cpu.state()
     if state is None:
         return choose(device, dtype, num_rows, backend)
-    key = (device, dtype, num_rows > cpu.MOST_TOKENS, backend, state)
+    key = (device, dtype, num_rows > cpu.MOST_TOKENS, cpu.MOST_TOKENS, backend, state)
     found = _CHOSEN.get(key)
     if found is None:
         if len(_CHOSEN) >= _MOST_CHOSEN:

@@ -123,7 +123,7 @@ class Widened(Operations):
     def _product(self, x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
         N, K = weights.shape
         if weights.dtype != x.dtype or not (bias is None or (bias.dtype == x.dtype and bias.shape == (N,))):
-            return super()._product(x, weights, bias)  # torch has the words
+            return super()._product(x, weights, bias)  # its product raises, with the reason
         wide, result = x.float(), x.new_empty(len(x), N)
         rows = max(1, torch.get_num_threads() * PIECE // max(1, K))
         for first in range(0, N, rows):
