@@ -12,6 +12,7 @@ moment. It lasts until the other thread calls `own()` itself, when the work was 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +26,9 @@ from pagedkv.errors import ConcurrentUse, InvalidRequest
 
 _ANYONE: Final = 0
 _FIRST_CALLER: Final = -1
+_MAY_YIELD: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_READINGS: Final = 1000
+"""How often the stack of a thread is read until it does not end at a generator. A stack may begin with a generator."""
 
 
 class Unique:
@@ -143,8 +147,15 @@ _GUARDED: Final = exclusive(ThreadGuard.own).__code__  # type: ignore[attr-defin
 
 
 def _is_running(call: list[int]) -> bool:
-    """Return whether a frame of `guarded` that made `call` is on the stack of its thread."""
-    frame = sys._current_frames().get(call[0])
-    while frame is not None and not (frame.f_code is _GUARDED and frame.f_locals.get("call") is call):
-        frame = frame.f_back
-    return frame is not None
+    """Return whether a frame of `guarded` that made `call` is on the stack of its thread.
+
+    The other thread goes on while its stack is read. Its frames keep their callers when they return, but a generator
+    forgets its caller when it yields. So a stack that ends at a generator is read again.
+    """
+    for _ in range(_READINGS):
+        frame = last = sys._current_frames().get(call[0])
+        while frame is not None and not (frame.f_code is _GUARDED and frame.f_locals.get("call") is call):
+            last, frame = frame, frame.f_back
+        if frame is not None or last is None or not last.f_code.co_flags & _MAY_YIELD:
+            return frame is not None
+    return call[0] != threading.get_ident()  # unknown; the stack of this thread stands still

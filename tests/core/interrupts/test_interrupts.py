@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -227,6 +228,48 @@ def test_a_call_that_a_signal_interrupted_does_not_lock_the_manager(mm: MemoryMa
         with pytest.raises(ConcurrentUse):
             mm.own()
     assert not mm._calls
+
+
+def test_a_call_whose_generator_yields_while_its_stack_is_read_is_under_way(
+    mm: MemoryManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that yields forgets its caller. A reader of the stack must not take its call for an ended one."""
+    mm.disown()  # at PAGEDKV_DEBUG=3 the first caller would own it
+    inside, may_yield, has_yielded, may_end = (threading.Event() for _ in range(4))
+
+    def generator() -> Iterator[int]:
+        inside.set()
+        may_yield.wait(60)
+        yield 1
+
+    class Tokens:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            kept = generator()
+            next(kept)
+            has_yielded.set()
+            may_end.wait(60)
+            return np.ones(1, np.int32)
+
+    current_frames = sys._current_frames
+
+    def slowly() -> dict[int, FrameType]:
+        frames = current_frames()
+        may_yield.set()
+        assert has_yielded.wait(60)
+        return frames
+
+    with ThreadPoolExecutor(1) as thread:
+        opened = thread.submit(mm.open, Tokens())  # type: ignore[arg-type]
+        assert inside.wait(60)
+        monkeypatch.setattr(sys, "_current_frames", slowly)
+        try:
+            with pytest.raises(ConcurrentUse, match="another call was under way"):
+                mm.open([1])
+        finally:
+            may_yield.set()
+            may_end.set()
+        opened.result()
+    mm.check()
 
 
 def test_threads_that_follow_an_interrupted_call_enter_one_at_a_time() -> None:
