@@ -28,7 +28,7 @@ _ANYONE: Final = 0
 _FIRST_CALLER: Final = -1
 _MAY_YIELD: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _READINGS: Final = 1000
-"""How often the stack of a thread is read until it does not end at a generator. A stack may begin with a generator."""
+"""The most times that a stack is read which ends at a generator. A stack may begin with a generator."""
 
 
 class Unique:
