@@ -30,6 +30,8 @@ ALONE: Final = "no transfers"
 LIMITS: Final = {"pagedkv, 2 GB/s": "2GB", "pagedkv, no limit": None}
 SLOWER: Final = 5.0
 """Per cent that a step may lose beyond the traffic that transfers take, with a limit."""
+PAUSE: Final = 0.005
+"""Seconds between two looks at what has arrived. An engine looks once a step, so this is often."""
 SHAPE: Final = (8, 2048)
 FRAME: Final = 1_835_008
 
@@ -94,7 +96,7 @@ def _transfers(variant: str) -> Iterator[Any]:
     tier = HostTier(160 * FRAME, limit=LIMITS[variant])
     pool, stop = pool_of(FRAME, 64), threading.Event()
     tier.register(pool, bytes(32))
-    driven = Driven(tier, 64)
+    driven = Driven(tier, 64, pause=PAUSE)
 
     def work() -> None:
         while not stop.is_set():

@@ -55,11 +55,15 @@ def pool_of(size: int, num_frames: int) -> PoolView:
 
 @dataclass
 class Driven:
-    """A tier over a pool of frames without a manager: every frame holds its page at all times."""
+    """A tier over a pool of frames without a manager: every frame holds its page at all times.
+
+    pause: the seconds between two looks at what has arrived
+    """
 
     tier: SlotTier
     num_frames: int
     next_key: int = 0
+    pause: float = 0.0002
 
     def store(self) -> Callable[[], None]:
         """Return a call that stores all frames under keys that the tier has not seen."""
@@ -77,7 +81,7 @@ class Driven:
         self.tier.submit(op, keys, range(self.num_frames))
         failed = 0
         while self.tier.num_pending:
-            time.sleep(0.0002)
+            time.sleep(self.pause)
             failed += sum(not result.ok for result in self.tier.poll())
         failed += sum(not result.ok for result in self.tier.poll())
         assert not failed, f"{failed} of {len(keys)} pages did not arrive"
