@@ -10,6 +10,7 @@ import doctest
 import html
 import importlib
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 import pagedkv
 import pagedkv.core
 from pagedkv import debug
+from pagedkv.model import Engine, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 MANUAL = sorted((ROOT / "docs").rglob("*.md"))
@@ -132,6 +134,39 @@ def test_the_decode_step_is_drawn_as_the_code_has_it():
             if not re.search(rf"\b(def|class) {part}\b", source)
         ]
         assert not missing, f"{path} does not define {missing}"
+
+
+def test_a_decode_step_makes_the_calls_of_kernels_that_are_drawn():
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    forward = page[page.index("├─ forward") : page.index("├─ sample")]
+    drawn = set(re.findall(r"^│     [├└]─ (kernels/\w+\.py)  (\w+)", forward, re.M))
+    called = set()
+
+    def seen(frame, event, _):
+        if event == "call":
+            called.add((frame.f_code.co_filename, frame.f_code.co_qualname.partition(".")[0]))
+
+    engine = Engine.load(num_frames=8)
+    engine.submit("A prompt.", SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    sys.setprofile(seen)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    assert len(drawn) == 2
+    assert {(str(ROOT / "pagedkv" / path), name) for path, name in drawn} <= called
+
+
+def test_the_times_of_the_smallest_calls_are_those_of_the_rows_named():
+    page = (ROOT / "docs/explanation/cpu-kernels.md").read_text().replace("`", "")
+    commit = re.search(r"rows of commit (\w+) in bench/results/calls.jsonl", page)[1]
+    rows = [json.loads(line) for line in (ROOT / "bench/results/calls.jsonl").read_text().splitlines()]
+    times = {(row["what"], row["caches"]): row["us"] for row in rows if row["commit"] == commit}
+    for what in {name for name, _ in times}:
+        warm, cold = re.search(rf"^\| {what} \| ([\d.]+) \| (\d+) \|$", page, re.M).groups()
+        assert float(warm) == pytest.approx(times[what, "warm"], abs=0.0501), what
+        assert int(cold) == pytest.approx(times[what, "cold"], abs=0.501), what
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=ids)

@@ -61,7 +61,7 @@ if _cpu is not None:
 
 MERGE_AT_ONCE: Final[Any] = getattr(_cpu, "merge_at_once", None) if OBSERVERS else None
 COPY_AT_ONCE: Final[Any] = getattr(_cpu, "copy_at_once", None)
-"""Unchecked calls without torch's dispatcher: they return None for a call that the operator must serve or refuse."""
+"""Calls without torch's dispatcher. They return None for a call that the operator must serve or refuse."""
 
 
 def objections(case: Case) -> list[str]:

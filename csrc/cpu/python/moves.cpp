@@ -7,7 +7,7 @@
 //     copy(storage, copies, threads)                                       calls that Python has checked:
 //     gather(pool, scale, block_table, rows, seq_lens, first, starts, out, isa, threads)     of K, or of V
 //     merge(out_a, lse_a, out_b, lse_b, out, lse, isa, threads)            out and lse are contiguous
-//     merge_at_once(out_a, lse_a, out_b, lse_b)       unchecked calls with the best kernel of this processor, without
+//     merge_at_once(out_a, lse_a, out_b, lse_b)       calls with the best kernel of this processor, without
 //     copy_at_once(storage, copies)                   torch's dispatcher; None if the operator must serve or refuse
 #include <algorithm>
 
