@@ -90,15 +90,15 @@ def _docstrings(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _messages(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield the texts in functions: of exceptions, of reasons for a refusal. A value in a text counts as a word.
+    """Yield the texts in functions, and those that a class is called with. A value in a text counts as a word.
 
     A text has three words or more. Docstrings are no texts.
     """
     tree = ast.parse(text)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) or _makes_an_object(node)]
     statements = [line for node in functions for line in node.body if not _is_text(line)]
-    found = {part for root in (*statements, *raised) for part in ast.walk(root)}
+    found = {part for root in (*statements, *called) for part in ast.walk(root)}
     parts = {value for part in found if isinstance(part, ast.JoinedStr) for value in part.values}
     for part in found - parts:
         if isinstance(part, ast.JoinedStr | ast.Constant):
@@ -106,6 +106,10 @@ def _messages(text: str) -> Iterator[tuple[int, str, bool]]:
             said = "".join(str(word.value) if isinstance(word, ast.Constant) else "X" for word in words)
             if said.count(" ") >= 2:
                 yield part.lineno, said[:1].upper() + said[1:], False
+
+
+def _makes_an_object(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2][:1].isupper()
 
 
 def _is_text(line: ast.stmt) -> bool:

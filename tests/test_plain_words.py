@@ -48,6 +48,7 @@ def test_no_line_is_wider_than_120_columns(tree):
         ("raise ValueError(f'{x} is too large; give less')\n", ""),
         ("def f(x):\n    text = f'whose {x} is asked'\n    raise ValueError(text)\n", "begins without a subject"),
         ("def objections(case):\n    return ['it is served by nobody']\n", "say who or what"),
+        ("x = About('everybody who reads a page')\n", "say who or what"),
         ("def f():\n    return 'what'\n", ""),
         ('"""A step.\n\nsteps:    that computed tokens\n"""', "field begins without a noun"),
         ('"""A step.\n\nsteps: all steps. drafts: those that were kept\n"""', "field begins without a noun"),

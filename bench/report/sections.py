@@ -31,7 +31,7 @@ ABOUT: Final = {
     "attention": About(
         "Attention on a CPU",
         "Decode and prefill attention over pages, and the storing of new keys and values.",
-        "Everybody who decodes on a CPU: a decode step reads every cached key and value once, so memory is the bound.",
+        "People who decode on a CPU: a decode step reads every cached key and value once, so memory is the bound.",
         "All variants and the bare read of the same frames take turns, over pools larger than the caches. A "
         "repetition with an involuntary context switch does not count. A share is the median over turns.",
         "One layer, random values, two threads at most. Below 8 bit, arithmetic rather than memory is the bound.",
@@ -40,7 +40,7 @@ ABOUT: Final = {
     "fragmentation": About(
         "Fragmentation",
         "The share of the KV memory that holds tokens, and the rest by cause: reserved, never used, rounded, free.",
-        "Everybody who sizes a pool: waste is sequences that are not served, and it is the reason why paging exists.",
+        "People who size a pool: waste is sequences that are not served, and it is the reason why paging exists.",
         "Every allocator serves the same requests with the same memory, a token a step. Ours is the live manager; the "
         "others are written anew from their published policies. Lengths come from published figures.",
         "The time of a step is not modelled. Prompts share no prefix. Only a copy in pieces is timed.",
@@ -49,7 +49,7 @@ ABOUT: Final = {
     "bandwidth": About(
         "Bandwidth",
         "The ceilings of this machine's memory, and how near to them each operation on the cache gets.",
-        "Writers of kernels, and everybody who asks why a step is not faster.",
+        "Writers of kernels, and people who ask why a step is not faster.",
         "A ceiling is measured before and after each repetition of an operation. Efficiency is the bytes that had to "
         "move over time × ceiling. A repetition in which memory changes its state does not count.",
         "A ceiling is that of one access pattern: an operation with a better one exceeds it. Below 8 bit, arithmetic "
@@ -85,7 +85,7 @@ ABOUT: Final = {
         "Tiers",
         "Frames that move to host memory, to a disk and back, or to another process; a first token by the place of its "
         "prefix; and decode steps beside such transfers.",
-        "Everybody whose prompts have more known pages than the pool holds: a tier saves their prefill.",
+        "People whose prompts have more known pages than the pool holds: a tier saves their prefill.",
         "A tier and a bare transfer of the same bytes take turns: memcpy of one thread, direct reads and writes of a "
         "file, or the bare transport between the same two processes. First tokens and steps take turns, too. Each page "
         "that a tier loads is verified by its checksum.",

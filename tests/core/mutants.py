@@ -330,7 +330,7 @@ FAULTS = (
         TENANTS,
     ),
     Fault(
-        "a quota counts the pages of all groups: those of one",
+        "a quota counts the pages of all groups: the pages of one",
         "pool/quotas.py",
         "* len(s.groups) + copies\n",
         " + copies\n",
@@ -373,7 +373,7 @@ FAULTS = (
         RESIZE,
     ),
     Fault(
-        "the lists of every account follow a move: those of one",
+        "the lists of every account follow a move: the lists of one",
         "tables/resize.py",
         "        *(block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4) for block in account_registers(reg)),\n",
         "",
@@ -436,7 +436,7 @@ FAULTS = (
         WINDOWED,
     ),
     Fault(
-        "what is computed without a punched page is not published: as behind a window",
+        "a page that is computed without a punched page is not published: as behind a window",
         "tables/page_tables.py",
         "    s.spaces[asid].named = min(s.spaces[asid].named, s.spaces[asid].complete)\n",
         "",
@@ -548,7 +548,7 @@ FAULTS = (
         POOL_KEYS,
     ),
     Fault(
-        "victims changes nothing: what it unlinks stays unlinked",
+        "victims changes nothing: a frame that it unlinks stays unlinked",
         "pool/frames.py",
         "            s.frames[s.frames[frame].newer].older = frame\n",
         "            pass\n",
