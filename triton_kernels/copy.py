@@ -33,7 +33,7 @@ WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def offsets(at, sizes, strides):
-    """Return the offsets of the words number `at` of a box; the last dim varies fastest."""
+    """Return the offsets of words of a box. `at` numbers the words; the last dim varies fastest."""
     offset = at * 0
     for i in tl.static_range(len(sizes) - 1):
         d: tl.constexpr = len(sizes) - 1 - i

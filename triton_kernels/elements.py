@@ -7,9 +7,9 @@
     int8    fp16 bits 0x6400 | x ^ 0x80, less 1152             1
     int4    two numbers: (x & 15) - 8, (x >> 4) - 8            1
 
-These are float16 operands, which hold each of them exactly; beside a float32 query, float32 ones. A bfloat16 query and
-the weights are float16, too: powers of two keep them in its range (`scaled_queries`, tile.py). A conversion to bfloat16
-would be an instruction of its own for each element (F2F), at a quarter of the rate.
+Operands are float16, which holds each of these numbers exactly; beside a float32 query they are float32. A bfloat16
+query and the weights become float16, too: powers of two keep them in its range (`scaled_queries`, tile.py). A
+conversion to bfloat16 would be an instruction of its own for each element (F2F), at a quarter of the rate.
 
 A head is read in two parts, because a tile's width must be a power of two: elements 0..W0 and W0..W0+W1 (80 = 64 + 16,
 192 = 128 + 64, 576 = 512 + 64); for int4 the even elements (low nibbles) and the odd elements. No byte is read twice,

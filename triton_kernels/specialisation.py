@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedkv.kernels import quant
 from pagedkv.kernels.layout import bounds, is_v_in_k, scale_kind, scale_strides
 from pagedkv.kernels.triton import tuning
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Case
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
+KINDS: Final = {quant.DTYPES[name]: name.removeprefix("fp8_") for name in quant.DTYPES if name not in quant.FLOATS}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Specialisation:
 
     @cached_property
     def narrow(self) -> bool:
-        """Whether operands are float16, which holds each stored element exactly: below elements of one byte or half."""
+        """Whether operands are float16. It holds each stored element of 8 or 4 bits exactly."""
         return self.kind != "" and self.dtype != tl.float32
 
     @cached_property
@@ -136,12 +137,12 @@ class Specialisation:
 
     @cached_property
     def k_limit(self) -> int:
-        """Elements of a stored key in memory; for int4 bytes, each of two elements."""
+        """Elements of a stored key in memory. For int4 these are bytes, with two elements each."""
         return self.D // 2 if self.kind == "int4" else self.D
 
     @cached_property
     def v_limit(self) -> int:
-        """Elements of a stored value in memory; for int4 bytes."""
+        """Elements of a stored value in memory. For int4 these are bytes."""
         return self.Dv // 2 if self.kind == "int4" else self.Dv
 
 

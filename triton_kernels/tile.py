@@ -88,9 +88,7 @@ def store_parts(to, row, ok, first, second, SPEC: tl.constexpr):
 
 @triton.jit
 def bounds_of_mask(rows, tree, SPEC: tl.constexpr):
-    """Return two numbers of new tokens: so many, from the first on, all rows of a tile see; and some row sees none
-    after so many.
-    """
+    """Return (n, m): every row of a tile sees the first n new tokens, and no row sees a new token after the first m."""
     _, ok, tree_row, _, num_new, _, _ = rows
     n = tl.arange(0, SPEC.N)
     seen_by_all, seen_by_some = num_new, num_new * 0

@@ -2,8 +2,9 @@
 
 The tier is driven as a cache drives it, by `submit` and `poll`; its own thread moves the bytes. Beside host memory one
 thread copies the same frames by memcpy. Beside the disk as many threads as the tier has write and read the same number
-of bytes directly, in pieces of the same size, with nothing between. All take turns in an order drawn anew. The threads
-of a disk are more than the cores may be, so that they switch among themselves: only the clock disturbs such a turn.
+of bytes directly, in pieces of the same size, with nothing between. All take turns in an order drawn anew. A disk has
+more threads than the machine may have cores, and these switch among themselves. So a turn of a disk is left out for a
+slow clock only, not for context switches.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ FILE: Final = "PAGEDKV_BENCH_TOGGLE"
 
 
 class Extension:
-    """Adds nothing to the worker of vLLM, which imports this file for it: so our backend becomes CUSTOM there."""
+    """An empty extension of vLLM's worker. The worker imports this file for it, and so our backend becomes CUSTOM."""
 
 
 class ToggleBuilder(CPUAttentionMetadataBuilder):

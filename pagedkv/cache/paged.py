@@ -289,7 +289,7 @@ class PagedKVCache(Unique):
                 plan = self.manager.plan(batch, counts)
                 break
             except OutOfFrames as lack:
-                if not (self.tiers.let_go(lack) or self._grow(lack)):
+                if not (self.tiers.release_for(lack) or self._grow(lack)):
                     raise
         try:
             if into is not None:

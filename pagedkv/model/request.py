@@ -58,7 +58,7 @@ class Request:
     num_dropped_tokens: int = 0
 
     def follow(self, completion: Completion) -> None:
-        """Begin as the next turn of the conversation that `completion`, which has finished, is the last reply of."""
+        """Begin as the next turn of a conversation. `completion`, which has finished, is its last reply."""
         self.turn = completion.request.turn + 1
         self.tool_wait_s = max(0.0, self.submitted_at - completion.finished_at)
         self.before = completion.latency_to_outcome

@@ -263,7 +263,7 @@ class TierStack(ThreadGuard):
             return 0
         return self._loader.holds.num_frames(tenant if self._quotas else None)
 
-    def let_go(self, lack: OutOfFrames) -> bool:
+    def release_for(self, lack: OutOfFrames) -> bool:
         """Release the pages that were held last, as a plan lacks frames. Return whether that may help.
 
         At a quota only pages of that tenant are released.

@@ -110,7 +110,11 @@ class _PagedWrapper:
         scale: float | None, window_left: int, soft_cap: float | None, split_pages: int | None, causal: bool,
         least: int | None = None,
     ) -> None:  # fmt: skip
-        """queries: int32 [B + 1]. tables: indptr, indices and last_page_len. sizes: as in _Plan. least: of tokens."""
+        """Keep the tables and options of a step for its calls.
+
+        queries: int32 [B + 1]. tables: indptr, indices and last_page_len. sizes: as in _Plan.
+        least:   the fewest tokens that a request may have.
+        """
         H, K, S, D, Dv = sizes
         if K < 1 or H % K:
             raise InvalidRequest(f"num_qo_heads is {H}; it must be a multiple of num_kv_heads={K}")

@@ -23,22 +23,22 @@ except ImportError as _error:
 
 import warnings
 
-OLDEST, NEWEST = (5, 14), (5, 24)
+OLDEST_HOST, NEWEST_HOST = (5, 14), (5, 24)
 """The oldest version of transformers that is supported, and the newest that is tested."""
 
 
 def _check_version(version: str) -> None:
     """Refuse a version that is too old; warn once of one that is newer than the tests."""
     found = tuple(int(part) for part in version.split(".")[:2])
-    if found < OLDEST:
+    if found < OLDEST_HOST:
         raise ImportError(
-            f"pagedkv.integrations.transformers needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, and {version} is "
-            "installed; pip install --upgrade transformers"
+            f"pagedkv.integrations.transformers needs transformers {OLDEST_HOST[0]}.{OLDEST_HOST[1]} or newer, and "
+            f"{version} is installed; pip install --upgrade transformers"
         )
-    if found > NEWEST:
+    if found > NEWEST_HOST:
         warnings.warn(
-            f"transformers {version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest version that pagedkv is tested "
-            "with",
+            f"transformers {version} is newer than {NEWEST_HOST[0]}.{NEWEST_HOST[1]}, the newest version that pagedkv "
+            "is tested with",
             stacklevel=3,
         )
 

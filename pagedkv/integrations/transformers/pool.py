@@ -23,7 +23,7 @@ from pagedkv.integrations.transformers.identity import fingerprint
 
 
 class Rows(Protocol):
-    """The holdings of a cache in its pool, see cache.Rows."""
+    """The holdings of a cache in its pool, see step.Rows."""
 
     spaces: list[AddressSpace]
 

@@ -184,12 +184,12 @@ class NixlLink(Link):
                 agent.release_xfer_handle(handle)
                 return state
             if self._is_cut.is_set() or time.monotonic() > until:
-                self._let_go(agent, handle)
+                self._cancel_read(agent, handle)
                 return "ERR"
             if time.monotonic() - began < BUSY:
                 time.sleep(BRIEF)
 
-    def _let_go(self, agent: Any, handle: Any) -> None:
+    def _cancel_read(self, agent: Any, handle: Any) -> None:
         """Cancel a read, and wait until it has ended. Its rows must not be used before."""
         with contextlib.suppress(Exception):
             agent.remove_remote_agent(self._peer)

@@ -20,7 +20,7 @@ from transformers.models import gemma3n
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers import NEWEST, PagedCache, patch, unpatch
+from pagedkv.integrations.transformers import NEWEST_HOST, PagedCache, patch, unpatch
 from pagedkv.integrations.transformers.geometry import HOST
 from pagedkv.integrations.transformers.linears import PagedLinear
 from tests.integrations.transformers.families import FAMILIES, SHARED, SIZES, WINDOW, prompts
@@ -266,7 +266,7 @@ def refusal_of(model: Any) -> str:
     return ""
 
 
-@pytest.mark.skipif(HOST != NEWEST, reason="another host has other types")
+@pytest.mark.skipif(HOST != NEWEST_HOST, reason="another host has other types")
 def test_types_that_are_refused_are_types_of_the_host() -> None:
     assert set(REFUSED) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -290,7 +290,7 @@ def test_a_model_gives_its_own_tokens_or_is_refused_in_a_sentence(name: str) -> 
         with contextlib.suppress(InvalidRequest), PagedCache(model.config, memory="64MiB") as cache:
             assert tokens(model, {"past_key_values": cache}) == cached
     refusal = refusal_of(model)
-    if HOST == NEWEST:
+    if HOST == NEWEST_HOST:
         assert bool(refusal) == (name in REFUSED), refusal
         assert REFUSED.get(name, "") in refusal
     if refusal:
