@@ -37,7 +37,7 @@ WIDE: Final = 4096
 LINEAR: Final = {"norm_linear": 6144, "linear_add": 4096, "norm_gate_up": 28672}
 """operation: rows of its weights; they have WIDE columns, as in Llama 3 8B."""
 ORDERS: Final = ("random", "in order")
-"""Of frames."""
+"""The orders of frames."""
 INTEGER_ROWS: Final = 8192
 COLD: Final = 128 << 20
 """Bytes of weights of which each repetition takes another part."""

@@ -44,7 +44,7 @@ TINY: Final = CONFIG | {
     "vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
-"""For tests."""
+"""A model for tests."""
 
 
 def recall_questions() -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DRAFTS: Final = 4
 SHARES: Final = (0.3, 0.6, 0.9)
 MUSTS: Final = {0.6: 1.0, 0.9: 1.0}
-"""By share, the most of the plain way's time that a token may take."""
+"""share: the most that a token may take, as a part of its time in the plain way."""
 CONTEXT: Final = 2048
 STEPS: Final = 40
 TURNS: Final = 4

@@ -66,7 +66,7 @@ _DRAW: Final = re.compile(r"[0-9a-f]{16}")
 _OWN_FILE: Final = re.compile(r"pagedkv-[0-9a-f]{16}-[0-9]{5,9}\.safetensors")
 MOST_MANIFEST_BYTES: Final = 2**26
 MOST_HEADER_BYTES: Final = 2**16
-"""Of a file with frames: the header of safetensors, which names five tensors."""
+"""The longest header of a file with frames: safetensors names five tensors there."""
 LEAST_KEY: Final = 16
 """Bytes of a key."""
 MOST_KEY: Final = hashlib.blake2b.MAX_KEY_SIZE

@@ -28,7 +28,7 @@ ARCH: Final = "sm_90"
 KVS: Final = ("bfloat16", "fp8_e4m3", "int8", "int4")
 DIM: Final = 128
 REGISTERS, SHARED = 65536, 228 << 10
-"""Of an SM."""
+"""The registers and the bytes of shared memory of an SM."""
 
 EXECUTED: Final = 0.45
 """Share of Triton's instructions before the first copy that run."""

@@ -18,7 +18,7 @@ class PagedLinear(torch.nn.Linear):
     """The class that a linear layer has while its model is patched. It adds no state, and copies are torch's layers."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As in torch. Shapes: input [..., in_features]; returns [..., out_features]."""
+        """Return input times weight, plus bias. Shapes: input [..., in_features]; returns [..., out_features]."""
         # A wrapper may keep this method beyond unpatch, when super() would refuse the layer.
         compute = F.linear if ACTIVE.cache is None else linear
         return compute(input, self.weight, self.bias)

@@ -74,7 +74,7 @@ def objections(case: Case) -> list[str]:
 
 
 class Present(NamedTuple):
-    """Of each sequence: its page table without holes, its tokens that are there, 0, and whether it is doubtful.
+    """The page table of each sequence without holes, its tokens that are there, 0, and whether it is doubtful.
 
     Shapes: table int32 [B, P], entries past the last page hold anything; lens, zeros, doubtful int32 [B]
     """
