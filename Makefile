@@ -86,7 +86,7 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (40 minut
 	@cd $(VENV)-vllm/run && VLLM_SOURCES=../vllm-$(VLLM) ../bin/python -m pytest --quiet -p no:cacheprovider \
 		-m "not gpu" tests/integrations/vllm
 
-test-distributed: $(STAMPS)/dev test-ray ## several processes, with their slow tests: processes that are killed, NIXL, Ray
+test-distributed: $(STAMPS)/dev compiled test-ray ## several processes, with their slow tests: processes that are killed, NIXL, Ray
 	@$(PIP) --no-deps nixl nixl-cu12 || echo 'no nixl for this machine: its tests are skipped'
 	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
 
@@ -98,7 +98,7 @@ test-ray: ## replicas behind Ray Serve, some of them killed, in an environment o
 	@$(VENV)-ray/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable '.[ray]'
 	@$(PYTEST:$(BIN)/%=$(VENV)-ray/bin/%) --numprocesses=0 -p no:cacheprovider -m "not gpu" tests/integrations/ray
 
-test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped
+test-tiers: $(STAMPS)/dev compiled ## tiers below the pool with their slow tests; a store whose server is missing is skipped
 	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda
 	@$(PIP) 'moto[server]'  # not as constrained: it needs an older python-dateutil
 	@$(PYTEST) -m "not gpu" tests/tiers tests/model/test_tiers.py tests/model/loop/test_tier_interrupts.py \
