@@ -2,8 +2,9 @@
 
 job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs": int or null, "rounds": int}
 A job with "adapter", the folder of a LoRA, uses it for every second prompt.
+A job with "warm", a prompt, computes it first.
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
-Writes {"tokens": [round][prompt][token], "logprobs": [...], "hits": tokens found in the prefix cache, "log": [...]}.
+Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache, ...}.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 
@@ -37,9 +39,13 @@ def main() -> None:
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job.get("adapter") else None
     adapters = [adapter if number % 2 else None for number in range(len(prompts))]
-    tokens, hits, logprobs = [], [], []
+    tokens, hits, logprobs, seconds = [], [], [], []
+    if job.get("warm"):
+        engine.generate([{"prompt_token_ids": job["warm"]}], sampling, use_tqdm=False)
     for _ in range(job.get("rounds", 1)):
+        began = time.perf_counter()
         results = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
+        seconds.append(time.perf_counter() - began)
         tokens.append([list(result.outputs[0].token_ids) for result in results])
         hits.append([result.num_cached_tokens for result in results])
         if job.get("logprobs") is not None:
@@ -54,7 +60,8 @@ def main() -> None:
         for metric in engine.get_metrics()
         if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
     )
-    json.dump({"tokens": tokens, "hits": hits, "logprobs": logprobs, "preempted": preempted}, out)
+    written = {"tokens": tokens, "hits": hits, "logprobs": logprobs, "seconds": seconds, "preempted": preempted}
+    json.dump(written, out)
     out.flush()
 
 

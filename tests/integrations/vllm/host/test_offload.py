@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from tests.integrations.vllm.host.engines import generate, model_in, prompts
 JOB: dict[str, Any] = {"prompts": prompts(6, 2000), "rounds": 1}
 
 
-def over(folder: Path, name: str, tokens_of_a_chunk: int) -> Any:
+def over(folder: Path, name: str, tokens_of_a_chunk: int, job: dict[str, Any] = JOB) -> Any:
     """Run an engine whose blocks go to a folder and come back from there."""
     extra = {
         "spec_name": "PagedOffloadingSpec", "spec_module_path": "pagedkv.integrations.vllm.offload",
@@ -36,7 +37,7 @@ def over(folder: Path, name: str, tokens_of_a_chunk: int) -> Any:
     connector = {
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
     }  # fmt: skip
-    return generate(folder / name, job=JOB, kv_transfer_config=connector)
+    return generate(folder / name, job=job, kv_transfer_config=connector)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,18 @@ def test_prompts_come_back_from_a_disk_and_a_damaged_one_is_computed(
     third = over(tmp_path, name, tokens_of_a_chunk)
     assert third["tokens"] == expected["tokens"]
     assert sum(third["hits"][0]) < sum(second["hits"][0])
+
+
+def test_a_long_prompt_that_returns_costs_a_third_of_computing_it_at_most(tmp_path: Path) -> None:
+    """The prompt is computed in chunks of 1,024 tokens by one process, and loaded from a disk by the next."""
+    model_in(tmp_path, "llama")
+    dice = random.Random(1)
+    warm, prompt = ([dice.randrange(3, 500) for _ in range(length)] for length in (600, 4000))
+    job = {"prompts": [prompt], "max_tokens": 1, "rounds": 1, "warm": warm}
+    computed, loaded = (over(tmp_path, "llama", 128, job) for _ in range(2))
+    assert loaded["tokens"] == computed["tokens"]
+    assert (computed["hits"], loaded["hits"]) == ([[0]], [[4000 - 4000 % 128]])
+    assert loaded["seconds"][0] < 0.3 * computed["seconds"][0]
 
 
 @dataclass(frozen=True)
