@@ -69,7 +69,7 @@ def _table(rows: list[Row]) -> list[str]:
 
 def _measured(rows: list[Row]) -> str:
     runs = {row["when"]: f"`{row['command']}` ({row['when'][:10]}, commit `{row['commit']}`)" for row in rows}
-    return f"Measured by {' and '.join(runs.values())} on {rows[0]['machine']}. {_states(rows)}"
+    return f"Measured by {', '.join(runs.values())} on {rows[0]['machine']}. {_states(rows)}"
 
 
 def _states(rows: list[Row]) -> str:

@@ -33,7 +33,7 @@ Lengths = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
 OPT_13B: Final = Memory(slots=15_700, token_bytes=8 * 10_240, tensors=8, longest=2048)
 """The memory of the paper's Fig. 2: 15.7K slots beside OPT-13B on an A100 of 40 GB, of which we keep 4 of 40 layers."""
 QUARTER: Final = replace(OPT_13B, slots=4_000)
-"""A fourth of it, for forks of short prompts. Their savings do not depend on the size, and a run is steady sooner."""
+"""A quarter, for forks of short prompts. Their savings do not depend on the size, and a run is steady sooner."""
 LLAMA_8B: Final = Memory(slots=131_072, token_bytes=8 * 2048, tensors=8, longest=8192)
 """Llama 3 8B, 4 of 32 layers; the whole of it would take 16 GiB."""
 LONG_LLAMA_8B: Final = Memory(slots=1_048_576, token_bytes=8 * 2048, tensors=8, longest=131_072)

@@ -1,4 +1,4 @@
-"""The cost of transfers to the steps beside them: eight sequences decode while a tier stores and loads without pause.
+"""The cost of transfers to the steps beside them: eight sequences decode while a tier stores and loads.
 
 A transfer reads and writes each byte once, and a step loses that memory traffic: `taken` is that share of a bare read,
 measured in the same turns. The promise is about the rest: with a limit of 2 GB/s a step is slower by `taken` and 5 per
@@ -31,7 +31,7 @@ LIMITS: Final = {"pagedkv, 2 GB/s": "2GB", "pagedkv, no limit": None}
 SLOWER: Final = 5.0
 """Per cent that a step may lose beyond the traffic that transfers take, with a limit."""
 PAUSE: Final = 0.005
-"""Seconds between two looks at what has arrived. An engine looks once a step, so this is often."""
+"""Seconds between two looks at what has arrived, after which the next transfer begins. An engine looks once a step."""
 SHAPE: Final = (8, 2048)
 FRAME: Final = 1_835_008
 

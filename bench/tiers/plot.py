@@ -44,7 +44,7 @@ def charts(rows: list[Row]) -> list[Chart]:
     if tokens:
         made.append(bars("Seconds to the first token, by the place of the prefix", tokens, unit="s"))
     if steps:
-        made.append(bars("A decode step while a tier stores and loads without pause", steps, unit="ms"))
+        made.append(bars("A decode step while a tier stores and loads", steps, unit="ms"))
     return made
 
 

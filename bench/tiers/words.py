@@ -28,7 +28,7 @@ def text(rows: list[Row]) -> str:
     transfers = [row for row in rows if row["case"] == "transfer"]
     tables = [_speeds(speeds) if speeds else [], _tokens(tokens), _steps(steps), _transfers(transfers)]
     runs = {row["when"]: f"`{row['command']}` ({row['when'][:10]}, commit `{row['commit']}`)" for row in rows}
-    measured = f"Measured by {' and '.join(runs.values())} on {rows[0]['machine']}."
+    measured = f"Measured by {', '.join(runs.values())} on {rows[0]['machine']}."
     parts = [_wrapped(_answer(tokens)), PICTURE, *("\n".join(lines) for lines in tables), _wrapped(measured)]
     return "\n\n".join(filter(None, parts))
 

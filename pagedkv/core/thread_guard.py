@@ -28,7 +28,11 @@ _ANYONE: Final = 0
 _FIRST_CALLER: Final = -1
 _MAY_YIELD: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _READINGS: Final = 1000
-"""The most times that a stack is read which ends at a generator. A stack may begin with a generator."""
+"""The most times that a stack is read which ends at a generator.
+
+A thread of C code may begin with a generator. Then a call that was interrupted there counts as running until the thread
+ends.
+"""
 
 
 class Unique:
@@ -150,12 +154,14 @@ def _is_running(call: list[int]) -> bool:
     """Return whether a frame of `guarded` that made `call` is on the stack of its thread.
 
     The other thread goes on while its stack is read. Its frames keep their callers when they return, but a generator
-    forgets its caller when it yields. So a stack that ends at a generator is read again.
+    forgets its caller when it yields, and in some versions when it returns. So a stack that ends at a generator is read
+    again. This thread's own stack stands still.
     """
-    for _ in range(_READINGS):
+    is_own = call[0] == threading.get_ident()
+    for _ in range(1 if is_own else _READINGS):
         frame = last = sys._current_frames().get(call[0])
         while frame is not None and not (frame.f_code is _GUARDED and frame.f_locals.get("call") is call):
             last, frame = frame, frame.f_back
         if frame is not None or last is None or not last.f_code.co_flags & _MAY_YIELD:
             return frame is not None
-    return call[0] != threading.get_ident()  # unknown; the stack of this thread stands still
+    return not is_own  # unknown: to refuse a caller is safe

@@ -94,7 +94,7 @@ class Body(Operations):
         self, qkv: Tensor, heads: tuple[int, int], norms: tuple[Tensor | None, Tensor | None],
         angles: tuple[Tensor, Tensor], eps: float,
     ) -> None:  # fmt: skip
-        """Rotate as the definition does; in C++ if it takes these tensors."""
+        """Rotate as the definition does; in C++ if C++ takes these tensors."""
         if not self._x.norm_rotate(qkv, *norms, *angles, *heads, eps, self._isa, self._threads):
             super().norm_rotate(qkv, heads, norms, angles, eps)
 

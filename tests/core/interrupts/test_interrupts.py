@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import sys
 import threading
@@ -269,6 +270,34 @@ def test_a_call_whose_generator_yields_while_its_stack_is_read_is_under_way(
             may_yield.set()
             may_end.set()
         opened.result()
+    mm.check()
+
+
+def test_a_stack_that_begins_with_a_generator_keeps_others_out_until_its_thread_has_ended(mm: MemoryManager) -> None:
+    """Whether the interrupted call of such a thread still runs is unknown to other threads. To its own it is known."""
+    mm.disown()
+    planted, may_end = threading.Event(), threading.Event()
+    served: list[bool] = []
+
+    def generator() -> Iterator[None]:
+        mm._calls[0] = [threading.get_ident()]
+        planted.set()
+        may_end.wait(60)
+        mm.open([1]).release()
+        served.append(True)
+        mm._calls[0] = [threading.get_ident()]
+        yield
+
+    kept = generator()
+    thread = _thread.start_new_thread(next, (kept,))
+    assert planted.wait(60)
+    with pytest.raises(ConcurrentUse, match="another call was under way"):
+        mm.open([1])
+    may_end.set()
+    while thread in sys._current_frames():
+        time.sleep(0.001)
+    assert served
+    mm.open([1]).release()
     mm.check()
 
 

@@ -60,15 +60,15 @@ def test_prompts_come_back_from_a_disk_and_a_damaged_one_is_computed(
     assert sum(third["hits"][0]) < sum(second["hits"][0])
 
 
-def test_a_long_prompt_that_returns_costs_a_third_of_computing_it_at_most(tmp_path: Path) -> None:
-    """The prompt is computed in chunks of 1,024 tokens by one process, and loaded from a disk by the next."""
+def test_long_prompts_that_return_cost_three_tenths_of_computing_them_at_most(tmp_path: Path) -> None:
+    """The prompts are computed in chunks of 1,024 tokens by one process, and loaded from a disk by the next."""
     model_in(tmp_path, "llama")
     dice = random.Random(1)
-    warm, prompt = ([dice.randrange(3, 500) for _ in range(length)] for length in (600, 4000))
-    job = {"prompts": [prompt], "max_tokens": 1, "rounds": 1, "warm": warm}
+    warm, *long = ([dice.randrange(3, 500) for _ in range(length)] for length in (600, 4000, 4000, 4000))
+    job = {"prompts": long, "max_tokens": 1, "rounds": 1, "warm": warm}
     computed, loaded = (over(tmp_path, "llama", 128, job) for _ in range(2))
     assert loaded["tokens"] == computed["tokens"]
-    assert (computed["hits"], loaded["hits"]) == ([[0]], [[4000 - 4000 % 128]])
+    assert (computed["hits"], loaded["hits"]) == ([[0] * 3], [[4000 - 4000 % 128] * 3])
     assert loaded["seconds"][0] < 0.3 * computed["seconds"][0]
 
 
