@@ -273,6 +273,46 @@ def test_a_call_whose_generator_yields_while_its_stack_is_read_is_under_way(
     mm.check()
 
 
+def test_a_generator_that_yields_outside_of_any_call_keeps_no_caller_out(
+    mm: MemoryManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack that ended at the generator is read again, and then the interrupted call is known to be gone."""
+    mm.disown()
+    inside, may_yield, has_yielded, may_end = (threading.Event() for _ in range(4))
+
+    def generator() -> Iterator[int]:
+        mm._calls[0] = [threading.get_ident()]
+        inside.set()
+        may_yield.wait(60)
+        yield 1
+
+    def work() -> None:
+        kept = generator()
+        next(kept)
+        has_yielded.set()
+        may_end.wait(60)
+
+    current_frames = sys._current_frames
+
+    def slowly() -> dict[int, FrameType]:
+        frames = current_frames()
+        may_yield.set()
+        assert has_yielded.wait(60)
+        return frames
+
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(work)
+        assert inside.wait(60)
+        monkeypatch.setattr(sys, "_current_frames", slowly)
+        try:
+            mm.open([1]).release()
+        finally:
+            may_yield.set()
+            may_end.set()
+        working.result()
+    mm.check()
+
+
 def test_a_stack_that_begins_with_a_generator_keeps_others_out_until_its_thread_has_ended(mm: MemoryManager) -> None:
     """Whether the interrupted call of such a thread still runs is unknown to other threads. To its own it is known."""
     mm.disown()
