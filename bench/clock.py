@@ -10,6 +10,7 @@ A repetition is disturbed, and does not count, if
                                  Of a shorter one, and where CPUs of others count, too, each of its involuntary context
                                  switches (getrusage) may have taken SLICE: less than 80 ms bear none
     the clock was slow           a fixed loop of Python (`spin`), run before each turn, took SLOWER times its median
+    memory changed its state     bare reads before its turn and after it differ (memory_state.py)
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+from pagedkv.bench.memory_state import States, bare_read, is_steady, states
 from pagedkv.bench.progress import track
 
 Step = Callable[[], Callable[[], object]]
@@ -54,6 +56,7 @@ class Timing:
     seconds: the median of the `clean` clean repetitions. If fewer than LEAST_CLEAN of them (or half, if there are few
              repetitions) are clean, it is the median of all repetitions, and `clean` is 0.
     turns:   the seconds of each turn that counts; None for the others.
+    memory:  the states that memory had in these turns; () if nothing was read.
     """
 
     seconds: float
@@ -61,13 +64,16 @@ class Timing:
     clean: int
     repetitions: int
     turns: tuple[float | None, ...] = ()
+    memory: States = ()
 
     def fields(self, figure: Callable[[float], float]) -> dict[str, Any]:
-        """Return the fields of a row: median, best, worst, the figure of each turn, and the number of clean turns."""
+        """Return the fields of a row: median, best, worst, the figure of each turn, the number of clean turns, and the
+        states of memory."""
         turns = [None if seconds is None else round(figure(seconds), 6) for seconds in self.turns]
         worst = max(seconds for seconds in self.turns if seconds is not None)
         ends = {"median": figure(self.seconds), "best": figure(self.best), "worst": figure(worst)}
-        return ends | {"turns": turns, "clean": self.clean}
+        fields = ends | {"turns": turns, "clean": self.clean}
+        return fields | {"memory": self.memory} if self.memory else fields
 
 
 def ratios(one: Timing, other: Timing, figure: Callable[[float, float], float]) -> list[float]:
@@ -186,18 +192,27 @@ class Elsewhere:
 
 
 class Turns(Generic[Name]):
-    """The figures of variants that take turns, and whether each counts. Iterate to get the order of each turn."""
+    """The figures of variants that take turns, and whether each counts. Iterate to get the order of each turn.
 
-    def __init__(self, variants: Iterable[Name], turns: int, text: str = "turns", *, warm_up: int = 1) -> None:
+    reads_memory: whether memory is read between turns; False where the variants themselves are bracketed by reads.
+    """
+
+    def __init__(
+        self, variants: Iterable[Name], turns: int, text: str = "turns", *, warm_up: int = 1, reads_memory: bool = True
+    ) -> None:
         self.taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in variants}
         self.turns, self.text, self.warm_up = turns, text, warm_up
+        self._read = bare_read() if reads_memory else lambda: math.nan
         self._spins: list[float] = []
+        self._rates: list[float] = []
 
     def __iter__(self) -> Iterator[list[Name]]:
         """Yield the variants in a new order for each turn. The first `warm_up` turns do not count."""
         for order in by_lot(self.taken, self.turns, self.text, warm_up=self.warm_up):
+            self._rates.append(self._read())
             self._spins.append(spin())
             yield order
+        self._rates.append(self._read())
 
     def add(self, name: Name, seconds: float, is_clean: bool) -> None:
         """Keep the seconds of a variant in this turn."""
@@ -208,19 +223,25 @@ class Turns(Generic[Name]):
         del self.taken[name]
 
     def timings(self) -> dict[Name, Timing]:
-        """Return the timing of each variant; a turn with a slow clock is disturbed for all of them."""
-        counted = self._spins[self.warm_up :]
-        most = SLOWER * statistics.median(counted)
-        steady = [reading <= most for reading in counted]
+        """Return the timing of each variant. A slow clock, or a change of memory's state, disturbs a turn for all."""
+        counted, rates = self._spins[self.warm_up :], self._rates[self.warm_up :]
+        most, around = SLOWER * statistics.median(counted), [*rates, *rates[-1:]]
+        steady = [spin <= most and is_steady(*around[turn : turn + 2]) for turn, spin in enumerate(counted)]
+        memory = states(rates)
         return {
-            name: settled([(s, ok and on) for (s, ok), on in zip(runs[self.warm_up :], steady, strict=False)])
+            name: replace(
+                settled([(s, ok and on) for (s, ok), on in zip(runs[self.warm_up :], steady, strict=False)]),
+                memory=memory,
+            )
             for name, runs in self.taken.items()
         }
 
 
-def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu) -> dict[Name, Timing]:
+def in_turn(
+    steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu, *, reads_memory: bool = True
+) -> dict[Name, Timing]:
     """Time each step `repetitions` times, the steps taking turns, after WARM_UP untimed turns."""
-    turns = Turns(steps, repetitions, warm_up=WARM_UP)
+    turns = Turns(steps, repetitions, warm_up=WARM_UP, reads_memory=reads_memory)
     for order in turns:
         for name in order:
             before = turns.taken[name]

@@ -53,6 +53,7 @@ def measured(repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
         rates = {f"{name}_gb_s": round(moved / timing.seconds / 1e9, 1) for name, timing in timings.items()}
         clean = min(timing.clean for timing in timings.values())
         rows.append({"what": f"gather {kv or 'bfloat16'}", **rates, "ratio": round(ratio, 2), "clean": clean})
+        rows[-1]["memory"] = timings["memcpy"].memory
     return rows
 
 

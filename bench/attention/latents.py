@@ -52,7 +52,7 @@ def measured(repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
         ratio = compare(timings["read"], timing, lambda read, own: read / own) * moved[name] / moved["read"]
         rate = round(moved[name] / timing.seconds / 1e9, 2)
         row = {"what": f"latents {name}", "ms": round(timing.seconds * 1e3, 3), "gb_s": rate}
-        rows.append(row | {"of_read": round(ratio, 3), "clean": timing.clean})
+        rows.append(row | {"of_read": round(ratio, 3), "clean": timing.clean, "memory": timing.memory})
     return rows
 
 

@@ -33,6 +33,7 @@ from pagedkv.bench.attention.pool import Pool, region_of
 from pagedkv.bench.attention.vllm_peer import Vllm
 from pagedkv.bench.clock import Step, Timing, compare, in_turn
 from pagedkv.bench.memory import available
+from pagedkv.bench.memory_state import States
 from pagedkv.kernels import cpu, quant, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
 
@@ -80,6 +81,12 @@ class Row:
         pairs = cell.new * cell.context - cell.new * (cell.new - 1) // 2
         return 4 * cell.heads * cell.head_dim * pairs * cell.batch
 
+    @property
+    def memory(self) -> States:
+        """The states of memory in the turns of this cell; a call's data lies in caches, so those of a call are ()."""
+        found = next(iter(self.timings.values()), None)
+        return () if found is None or self.cell.kind == "call" else found.memory
+
     def seconds(self, who: str) -> float | None:
         """Return the median of one call, or None if the variant was not measured."""
         timing = self.timings.get(who)
@@ -109,7 +116,7 @@ class Row:
             "isa": cpu.isa() if not _no_extension() else None,
             "results": results,
             "refused": self.refused,
-        }
+        } | ({"memory": self.memory} if self.memory else {})
 
 
 def compared(one: Timing | None, other: Timing | None, figure: Callable[[float, float], float]) -> float | None:

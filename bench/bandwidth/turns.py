@@ -3,7 +3,7 @@
     ratio of a repetition  =  bytes / seconds / mean speed of the ceiling before it and after it
 
 A repetition is left out, and counted, if an involuntary context switch fell into it, or if the speed of the ceiling
-after it differs from that before it by more than CHANGE: then memory changed its state meanwhile.
+after it differs from that before it: then memory changed its state meanwhile (memory_state.py).
 """
 
 from __future__ import annotations
@@ -13,21 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
-
 from pagedkv.bench.attention.runner import awake
 from pagedkv.bench.bandwidth.ceilings import Bound
 from pagedkv.bench.bandwidth.subjects import Subject
 from pagedkv.bench.clock import WARM_UP, Timer, Timing, in_turn, on_this_cpu
+from pagedkv.bench.memory_state import is_steady, states
 
 Row = dict[str, Any]
-CHANGE: Final = 1.25
 TRIES: Final = 3
 """Readings of a ceiling, at most, until no context switch falls into one."""
-STATES: Final = 1.3
-"""Two states of memory differ by this factor at least,"""
-SHARE: Final = 0.1
-"""and the rarer one has this share of the readings at least."""
 
 
 @dataclass
@@ -46,27 +40,6 @@ class Speeds:
         row |= {"median": statistics.median(rates), "best": max(rates), "worst": min(rates)}
         row |= {"states": states(rates) if self.bound.is_memory else [], "readings": len(rates)}
         return row | {"switched": self.switched, "changed": self.changed}
-
-
-def states(rates: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the states of memory as (median speed, share of the readings), the slow one first; one or two.
-
-    The logarithms are cut where the squared distances to the means of both parts are smallest. The parts are states if
-    their medians differ by STATES, and each has SHARE of the readings.
-    """
-    logs = np.log(np.sort(np.asarray(rates, dtype=float)))
-    count = len(logs)
-    least = max(1, round(SHARE * count))
-    sums, squares = np.cumsum(logs), np.cumsum(logs**2)
-    cuts = np.arange(least, count - least + 1)
-    if len(cuts):
-        below = squares[cuts - 1] - sums[cuts - 1] ** 2 / cuts
-        above = squares[-1] - squares[cuts - 1] - (sums[-1] - sums[cuts - 1]) ** 2 / (count - cuts)
-        cut = int(cuts[np.argmin(below + above)])
-        slow, fast = (float(np.exp(np.median(part))) for part in (logs[:cut], logs[cut:]))
-        if fast / slow >= STATES:
-            return [(slow, cut / count), (fast, 1 - cut / count)]
-    return [(float(np.exp(np.median(logs))), 1.0)]
 
 
 @dataclass(frozen=True)
@@ -96,12 +69,12 @@ class Bracket:
         rates = self.rates.setdefault(run.name, [])
         rates.append((before + after) / 2)
         is_clean &= first and last
-        is_steady = not speeds.bound.is_memory or max(before, after) <= CHANGE * min(before, after)
+        holds = not speeds.bound.is_memory or is_steady(before, after)
         if len(rates) > WARM_UP:
             speeds.readings += [(before, first), (after, last)]
             speeds.switched += not is_clean
-            speeds.changed += is_clean and not is_steady
-        return seconds, is_clean and is_steady
+            speeds.changed += is_clean and not holds
+        return seconds, is_clean and holds
 
     def _speed(self, speeds: Speeds) -> tuple[float, bool]:
         for _ in range(TRIES):
@@ -122,7 +95,7 @@ def rows(
         for name, step in subject.variants.items():
             if not isinstance(step, str):
                 steps[i, name] = _named((i, name), subject.bound, awake(step))
-    timings = in_turn(steps, repetitions, bracket)
+    timings = in_turn(steps, repetitions, bracket, reads_memory=False)
     return [
         _row(every[i], name, timing, bracket.rates[i, name][WARM_UP:], axes) for (i, name), timing in timings.items()
     ]

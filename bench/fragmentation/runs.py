@@ -39,12 +39,9 @@ def copy_speeds(repetitions: int) -> list[dict[str, Any]]:
 
 
 def _speed(piece: int, timing: Timing, whole: Timing) -> dict[str, Any]:
-    turns = [None if seconds is None else BYTES / seconds / 1e9 for seconds in timing.turns]
-    return {
-        "case": "memcpy", "piece_bytes": piece, "variant": "numpy", "unit": "GB/s",
-        "median": BYTES / timing.seconds / 1e9, "best": BYTES / timing.best / 1e9, "turns": turns,
-        "ratio": compare(whole, timing, lambda one, pieces: one / pieces),
-    }  # fmt: skip
+    row = {"case": "memcpy", "piece_bytes": piece, "variant": "numpy", "unit": "GB/s"}
+    row |= timing.fields(lambda seconds: BYTES / seconds / 1e9)
+    return row | {"ratio": compare(whole, timing, lambda one, pieces: one / pieces)}
 
 
 def resized(requests: int) -> dict[str, Any]:

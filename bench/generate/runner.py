@@ -37,6 +37,7 @@ from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, settled, to
 from pagedkv.bench.generate import models
 from pagedkv.bench.generate.parts import parts
 from pagedkv.bench.generate.peers.process import Lost, Peer, opened, size_of, started
+from pagedkv.bench.memory_state import is_steady, states
 from pagedkv.bench.progress import track
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
@@ -62,6 +63,8 @@ PROMPT: Final = 2048
 VOCABULARY: Final = 151_936
 PIECE: Final = 65_536
 """Bytes of a run of the bare read."""
+MEMORY: Final = "gb_per_s"
+"""The field of a row for the speed that bounds a decode step; a prefill is bounded by products."""
 
 MUSTS: Final[dict[tuple[Any, ...], float]] = {
     ("decode", 1, 128): 1.35, ("decode", 1, 2048): 1.4, ("decode", 1, 8192): 1.3, ("decode", 8, 128): 1.8,
@@ -235,7 +238,7 @@ def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple
     with opened(others.peers, shape, _steps_of_peers(turns)) as lost:
         ready = [name for name in peers if name not in lost]
         found = _in_turns((OURS, TORCH, *hosts, *ready), turns, run, lambda: read_speed(tensors), lost)
-    _report_times(report_with_dtypes, "decode", shape, found, num_bytes, "gb_per_s")
+    _report_times(report_with_dtypes, "decode", shape, found, num_bytes, MEMORY)
     for variant, why in lost.items():
         report_with_dtypes(_axes("decode", shape, variant) | {"median": None, "why_not": why})
 
@@ -321,11 +324,12 @@ def _in_turns(
 ) -> dict[str, tuple[Timing, list[float]]]:
     """Return the timing of each variant, and the machine's speed around each of its turns.
 
-    The first turn does not count. The speed is the mean of one measurement before the variant and one after it.
+    The first turn does not count. The speed is the mean of one measurement before the variant and one after it; if
+    they differ too much (memory_state.py), the variant was disturbed in this turn.
     lost: takes the names of peers that could not go on, and the reasons; these have no timing.
     """
     lost = {} if lost is None else lost
-    measured = Turns(variants, turns, "generate")
+    measured = Turns(variants, turns, "generate", reads_memory=False)
     rates: dict[str, list[float]] = {variant: [] for variant in variants}
     for order in measured:
         before = speed()
@@ -333,11 +337,13 @@ def _in_turns(
             if variant in lost:
                 continue
             try:
-                measured.add(variant, *run(variant))
+                seconds, is_clean = run(variant)
             except Lost as why:
                 lost[variant] = str(why)
                 measured.drop(variant)
+                continue
             after = speed()
+            measured.add(variant, seconds, is_clean and is_steady(before, after))
             rates[variant].append((before + after) / 2)
             before = after
     return {variant: (timing, rates[variant][1:]) for variant, timing in measured.timings().items()}
@@ -364,6 +370,8 @@ def _report_times(
         row |= {"over_bound": statistics.median(ratios), "ratios": ratios}
         row["bound"] = 1e3 * statistics.median(work / rate for rate in rates)
         row[speed] = statistics.median(rates) / 1e9
+        if speed == MEMORY:
+            row["memory"] = states([rate / 1e9 for rate in rates])
         report(row if variant == OURS else row | {"over_pagedkv": compare(timing, ours, truediv)})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from pagedkv.bench import memory_state
 from pagedkv.bench.chart import Chart
 from pagedkv.bench.chart.sheet import COLOURS, STYLE, figure
 from pagedkv.bench.figures import Figure, figures
@@ -55,6 +56,11 @@ def charts_of(name: str, rows: Sequence[Row]) -> list[Chart]:
     return found
 
 
+def _memory(run: Row, rows: list[Row]) -> str:
+    """Return in words the states that memory had in a run."""
+    return memory_state.of_rows(row for row in rows if row["when"] == run["when"])
+
+
 def _section(name: str, rows: list[Row]) -> Section:
     charts = charts_of(name, rows)
     runs = {row["when"]: row for row in sorted(rows, key=lambda row: row["when"])}
@@ -63,7 +69,7 @@ def _section(name: str, rows: list[Row]) -> Section:
             "command": row.get("command") or f"pagedkv bench {name}",
             "when": row["when"].replace("T", " ").removesuffix("Z") + " UTC",
             "commit": row.get("commit", ""),
-            "machine": row["machine"],
+            "machine": "; ".join(filter(None, (row["machine"], _memory(row, rows)))),
             "versions": ", ".join(f"{part} {number}" for part, number in row.get("versions", {}).items() if number),
         }
         for row in runs.values()

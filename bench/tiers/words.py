@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any, Final
 
+from pagedkv.bench import memory_state
 from pagedkv.bench.chart.sheet import figure
 from pagedkv.bench.tiers.plot import OURS, PLACES
 
@@ -27,8 +28,9 @@ def text(rows: list[Row]) -> str:
     speeds = [row for row in rows if row["case"] in ("store", "load")]
     transfers = [row for row in rows if row["case"] == "transfer"]
     tables = [_speeds(speeds) if speeds else [], _tokens(tokens), _steps(steps), _transfers(transfers)]
+    memory = f"; {found}" if (found := memory_state.of_rows(rows)) else ""
     runs = {row["when"]: f"`{row['command']}` ({row['when'][:10]}, commit `{row['commit']}`)" for row in rows}
-    measured = f"Measured by {', '.join(runs.values())} on {rows[0]['machine']}."
+    measured = f"Measured by {', '.join(runs.values())} on {rows[0]['machine']}{memory}."
     parts = [_wrapped(_answer(tokens)), PICTURE, *("\n".join(lines) for lines in tables), _wrapped(measured)]
     return "\n\n".join(filter(None, parts))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import statistics
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -140,39 +138,6 @@ def test_a_snapshot_is_counted_by_its_frames_and_restored_from_what_was_written(
     bounds["disk write"].step()()
     bounds["disk read"].step()()
     assert (tmp_path / "bare").stat().st_size == 1000
-
-
-def slow_states(rates: list[float]) -> list[tuple[float, float]]:
-    """The definition: every cut is tried."""
-    logs = sorted(map(torch.tensor(rates, dtype=torch.float64).log().tolist().__getitem__, range(len(rates))))
-    least, best = max(1, round(turns.SHARE * len(logs))), None
-    for cut in range(least, len(logs) - least + 1):
-        parts = logs[:cut], logs[cut:]
-        spread = sum(len(part) * statistics.pvariance(part) for part in parts)
-        if best is None or spread < best[0] - 1e-12:
-            best = spread, parts
-    if best:
-        slow, fast = (float(torch.tensor(statistics.median(part)).exp()) for part in best[1])
-        if fast / slow >= turns.STATES:
-            return [(slow, len(best[1][0]) / len(logs)), (fast, len(best[1][1]) / len(logs))]
-    return [(float(torch.tensor(statistics.median(logs)).exp()), 1.0)]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_states_are_those_that_a_search_of_all_cuts_finds(seed):
-    lots = random.Random(seed)
-    rates = [lots.choice((45.0, 45.0 * (1 + seed / 10))) * lots.gauss(1, 0.04) for _ in range(lots.randint(1, 60))]
-    for ours, theirs in zip(turns.states(rates), slow_states(rates), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def test_a_fast_and_a_slow_state_are_two_and_noise_is_one():
-    lots = random.Random(0)
-    two = [speed * lots.gauss(1, 0.03) for speed in [45.0] * 70 + [80.0] * 30]
-    (slow, share), (fast, rest) = turns.states(two)
-    assert (slow, fast, share, rest) == pytest.approx((45, 80, 0.7, 0.3), rel=0.02)
-    assert len(turns.states([45 * lots.gauss(1, 0.05) for _ in range(200)])) == 1
-    assert len(turns.states([45.0] * 99 + [80.0])) == 1, "one odd reading is no state"
 
 
 @pytest.fixture(autouse=True)

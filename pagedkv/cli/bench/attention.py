@@ -18,7 +18,7 @@ from rich.table import Table
 from pagedkv.bench import record
 from pagedkv.bench.attention import musts, runner
 from pagedkv.bench.attention.cells import BASE, full, quick
-from pagedkv.cli.bench.run import Shown, show
+from pagedkv.cli.bench.run import Shown, caption, show
 from pagedkv.errors import InvalidRequest
 
 
@@ -100,7 +100,7 @@ def run(choice: Choice, asked: Any, shown: Shown) -> None:
         record.append(rows[-1:], shown.keep, "attention")
         console.print(_line(row), soft_wrap=True)
     show("attention", rows, shown, lambda _: None)
-    _promises(console, musts.promises(measured), f"{about['machine']}; {about['commit']}")
+    _promises(console, musts.promises(measured), caption(rows))
 
 
 def _line(row: Any) -> str:

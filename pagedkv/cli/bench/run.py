@@ -17,7 +17,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from pagedkv.bench import record
+from pagedkv.bench import memory_state, record
 from pagedkv.bench.figures import RATIOS
 from pagedkv.bench.memory import available
 from pagedkv.errors import InvalidRequest
@@ -141,9 +141,15 @@ def _shape(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
+def caption(rows: list[Row]) -> str:
+    """Return the line below a table: how it was measured, and in which states memory was."""
+    words = f"medians; {rows[0]['machine']}; {rows[0]['commit']}", memory_state.of_rows(rows)
+    return "; ".join(filter(None, words))
+
+
 def _table(rows: list[Row]) -> None:
-    about, name = rows[0], rows[0]["bench"]
-    table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left")
+    name = rows[0]["bench"]
+    table = Table(caption=caption(rows), caption_justify="left")
     for head in ("case", "shape", "variant", "median", "unit", RATIO_IS.get(name, "ratio"), "promised"):
         table.add_column(head, justify="left" if head in ("case", "shape", "variant", "unit") else "right")
     for row in rows:

@@ -182,7 +182,7 @@ def test_turns_are_interleaved_and_disturbed_repetitions_do_not_count(monkeypatc
         return next(clock_says[order[-1]])
 
     monkeypatch.setattr(clock, "spin", lambda: 1.0)
-    timings = clock.in_turn(steps, 3, timer)
+    timings = clock.in_turn(steps, 3, timer, reads_memory=False)
     turns = ["".join(order[i : i + 2]) for i in range(0, 10, 2)]
     assert set(turns) == {"ab", "ba"}  # no variant always follows the same one
     assert timings["a"] == Timing(seconds=pytest.approx(0.3), best=0.2, clean=2, repetitions=3, turns=(None, 0.2, 0.4))
