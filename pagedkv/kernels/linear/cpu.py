@@ -44,11 +44,11 @@ def widens(device: torch.device, dtype: torch.dtype, num_tokens: int) -> bool:
 
     Never if MOST_TOKENS is 0, by which the benchmarks ask for torch's products.
     """
-    return device.type == "cpu" and 0 < MOST_TOKENS < num_tokens and _is_slow_in_torch(dtype)
+    return device.type == "cpu" and 0 < MOST_TOKENS < num_tokens and is_slow_in_torch(dtype)
 
 
 @cache
-def _is_slow_in_torch(dtype: torch.dtype) -> bool:
+def is_slow_in_torch(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies matrices of 16 bits without oneDNN, as on processors without AVX-512."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype, "")
     ask = getattr(torch.ops.mkldnn, name, None)  # none in a torch without oneDNN

@@ -13,7 +13,7 @@ import torch
 
 from pagedkv import paged_attention
 from pagedkv.bench import clock
-from pagedkv.bench.attention import cells, musts, pool
+from pagedkv.bench.attention import cells, musts, pool, runner
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.attention.runner import CEILING, DIRECT, PRODUCT, SDPA, VLLM, Row
 from pagedkv.bench.clock import Timing
@@ -41,6 +41,15 @@ def test_a_row_holds_each_variant_or_the_reason(kind, command, tmp_path):
     assert set(row["results"]) | set(row["refused"]) == ours | bound | ({VLLM} if kind != "call" else set())
     assert row["refused"].get(VLLM, "no --vllm-python") == "no --vllm-python"
     assert all(result["us"] > 0 and 0 <= result["clean"] <= result["repetitions"] for result in row["results"].values())
+
+
+@pytest.mark.parametrize(("is_slow", "dtype"), [(True, torch.float32), (False, torch.float16)])
+def test_the_product_beside_a_prefill_has_the_dtype_that_torch_multiplies_fast(monkeypatch, is_slow, dtype):
+    seen = []
+    monkeypatch.setattr(runner, "is_slow_in_torch", lambda _: is_slow)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append({a.dtype, b.dtype, out.dtype}))
+    runner.BOUNDS["prefill"](Cell(kind="prefill", new=16, context=16, dtype="float16"), None)()()
+    assert seen == [{dtype}]
 
 
 def test_a_python_without_vllm_is_reported(command):

@@ -6,6 +6,7 @@ import json
 from functools import partial
 
 import pytest
+import torch
 
 from pagedkv.bench.generate import events, models, runner, weights
 from pagedkv.kernels import cpu
@@ -39,6 +40,15 @@ def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path):
     parts = {row["variant"]: row["median"] for row in rows if row["case"] == "part"}
     assert {"norm_linear", "norm_rotate", "linear_add", "norm_gate_up", "logits", "paged_attention"} <= set(parts)
     assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
+
+
+@pytest.mark.parametrize(("is_slow", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_the_product_that_bounds_a_prefill_has_the_dtype_that_torch_multiplies_fast(monkeypatch, is_slow, dtype):
+    seen, plain = [], torch.nn.functional.linear
+    monkeypatch.setattr(runner.linear, "is_slow_in_torch", lambda _: is_slow)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: seen.append(x.dtype) or plain(x, w))
+    assert runner.product_speed(4) > 0
+    assert set(seen) == {dtype}
 
 
 def test_a_picture_is_drawn(command, tiny, tmp_path):

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import write_kv
+from pagedkv import paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu, registry
 from pagedkv.kernels.args import KVLayer, PagedBatch
 from tests.cases import GRID, SMALL, Case
 from tests.kernels.conftest import Runner
 from tests.kernels.hostile.test_values import HIDDEN, check_hidden_values
-from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels.oracle import allowed_error, oracle, same_precision, stored_values
 
 if cpu._cpu is None:
     pytest.skip(registry.KERNELS[0].refuse(registry.Case())[0], allow_module_level=True)
@@ -64,6 +64,26 @@ def test_every_bfloat16_and_every_tie_becomes_the_fp8_that_torch_says(dtype: tor
     stored, wanted = k.view(torch.uint8).flatten()[: len(x)], x.clamp(-limit, limit).to(dtype).view(torch.uint8)
     assert torch.equal(stored[~x.isnan()], wanted[~x.isnan()])
     assert stored.view(dtype).float()[x.isnan()].isnan().all()
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8], ids=str)
+def test_every_byte_of_a_value_is_read_as_what_it_says(dtype: torch.dtype) -> None:
+    """A sequence has one key, so its output is the value: in vectors, and in the elements that no vector covers."""
+    every = torch.arange(256, dtype=torch.uint8)
+    for width in (128, 64, 23):  # bytes of a vector
+        v = torch.nn.functional.pad(every, (0, -256 % width)).view(-1, 1, 1, width).view(dtype)
+        wanted = torch.from_numpy(stored_values(v, None)).flatten(1).float()
+        (B, D), one = wanted.shape, torch.ones(())
+        ones, steps = torch.ones(B, dtype=torch.int32), torch.arange(B + 1, dtype=torch.int32)
+        tables = {"block_table": steps[:B, None].contiguous(), "rows": None, "positions": torch.zeros(B).long()}
+        batch = PagedBatch(
+            **tables, cu_seqlens_q=steps, seq_lens=ones, slots=torch.arange(B), max_seqlen_q=1, max_seqlen_k=1
+        )
+        layer = KVLayer(torch.zeros_like(v.view(torch.uint8)).view(dtype), v, one, one)
+        out = paged_attention(torch.zeros(B, 1, D), layer, batch, backend="cpu").view(B, D)
+        assert torch.equal(out.isnan(), wanted.isnan())
+        assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 
 @pytest.mark.usefixtures("instruction_set")

@@ -274,7 +274,7 @@ def test_widened_products_are_nearer_than_torchs_of_16_bits(dtype: torch.dtype, 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_weights_are_widened_where_torch_is_slow(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
-    monkeypatch.setattr(cpu, "_is_slow_in_torch", lambda dtype: not is_fast and dtype == torch.bfloat16)
+    monkeypatch.setattr(cpu, "is_slow_in_torch", lambda dtype: not is_fast and dtype == torch.bfloat16)
     many, expected = cpu.MOST_TOKENS + 1, Operations if is_fast else cpu.Widened
     assert type(linear.choose(CPU, torch.bfloat16, many)) is expected
     assert type(linear.choose(CPU, torch.bfloat16, many, "cpu")) is expected
