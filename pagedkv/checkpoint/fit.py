@@ -35,8 +35,8 @@ MOST_TOKENS: Final = 2**40
 
 
 @dataclass(frozen=True)
-class Share:
-    """The share of a model that one of `gpus` GPUs holds.
+class Footprint:
+    """The memory that a model takes on each of `gpus` GPUs, which have equal shares of it.
 
     specs: one geometry per layer group. weight_bytes: bytes of all weights. read_bytes: bytes that each step reads.
     """
@@ -137,23 +137,24 @@ def counts_of_gpus(most: int, num_kv_heads: int, num_heads: int | None = None) -
     return [gpus for gpus in range(1, most + 1) if fits(gpus)]
 
 
-def share_of_numbers(spec: KVSpec, weight_bytes: int, gpus: int) -> Share:
-    """Return the share of one of `gpus` GPUs of a model of which only the KV and the bytes of the weights are known."""
+def footprint_of_numbers(spec: KVSpec, weight_bytes: int, gpus: int) -> Footprint:
+    """Return the footprint of a model on each of `gpus` GPUs. Only its KV and the bytes of its weights are known."""
     each = -(-weight_bytes // gpus)
-    return Share(gpus, (_heads_of(spec, gpus),), each, each)
+    return Footprint(gpus, (_heads_of(spec, gpus),), each, each)
 
 
-def share_of_config(
+def footprint_of_config(
     config: ModelConfig, specs: tuple[KVSpec, ...], gpus: int, weights: str | int | None = None
-) -> Share:
-    """Return the share of one of `gpus` GPUs of a model.
+) -> Footprint:
+    """Return the footprint of a model on each of `gpus` GPUs.
 
     specs: the result of `config.specs`. weights: "int8" or "int4" for the linear layers, None for the dtype of the
     specs, or the bytes of all weights.
     Raises: InvalidRequest for a kind that the matrices of the model cannot have
     """
     if isinstance(weights, int):
-        return replace(share_of_numbers(specs[0], weights, gpus), specs=tuple(_heads_of(spec, gpus) for spec in specs))
+        of_one_group = footprint_of_numbers(specs[0], weights, gpus)
+        return replace(of_one_group, specs=tuple(_heads_of(spec, gpus) for spec in specs))
     columns = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     if weights is not None and (odd := [number for number in columns if number % GROUP]):
         raise InvalidRequest(
@@ -161,7 +162,7 @@ def share_of_config(
             "count them without it"
         )
     total, embedding = _weight_bytes(config, specs[0].dtype, weights, gpus)
-    return Share(gpus, tuple(_heads_of(spec, gpus) for spec in specs), total, total - embedding)
+    return Footprint(gpus, tuple(_heads_of(spec, gpus) for spec in specs), total, total - embedding)
 
 
 def _heads_of(spec: KVSpec, gpus: int) -> KVSpec:

@@ -46,7 +46,7 @@ LOADING: Final = (
 )
 LIMITS: Final = ("max_sequences", "prefill_chunk")
 REST: Final = ("biases", "num_samples", "tenant", "as_json", "trace", "top")
-"""Options of `generate` by the same names: SamplingParams, Engine.load, Limits, and other fields of a Job."""
+"""Options of `generate` by the same names: SamplingParams, Engine.load, Limits, and other fields of Arguments."""
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the base class of the errors that typer raises for bad options. Newer versions of typer bundle click
@@ -134,10 +134,12 @@ def _generate(given: dict[str, Any], ranks: Ranks | None = None) -> int:
 
     with announced(quiet=given["as_json"]) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
-        from pagedkv.cli.generate import Job, run
+        from pagedkv.cli.generate import Arguments, run
 
-        job = Job(source, templating, folder, sampling, loading=given["loading"], limits=limits, ranks=ranks, **rest)
-        return conversation.hold(job, screen) if source.talk else run(job, screen)
+        args = Arguments(
+            source, templating, folder, sampling, loading=given["loading"], limits=limits, ranks=ranks, **rest
+        )
+        return conversation.hold(args, screen) if source.talk else run(args, screen)
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
@@ -195,14 +197,14 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
     launch.require_one_process("serve")
     loading = _loading(locals())
-    from pagedkv.cli.serve import Job, run
+    from pagedkv.cli.serve import Arguments, run
 
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk, "max_waiting": max_waiting}
     listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
     listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
     listening |= {"events": kv_events, "events_replay": kv_events_replay, "events_topic": kv_events_topic}
     listening["max_prompt"] = max_prompt
-    return run(Job(model, host, port, name, api_key, api_keys, max_body, listening, limits, loading))
+    return run(Arguments(model, host, port, name, api_key, api_keys, max_body, listening, limits, loading))
 
 
 @app.command()
@@ -226,11 +228,11 @@ def prefill(
     """Compute prompts for processes that answer them: generate and serve with --tier prefill:HOST:PORT."""
     launch.require_one_process("prefill")
     loading = _loading(locals())
-    from pagedkv.cli.serve import PrefillJob
+    from pagedkv.cli.serve import PrefillArguments
     from pagedkv.cli.serve import prefill as run
 
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}
-    return run(PrefillJob(tuple(listen), model, limits, loading))
+    return run(PrefillArguments(tuple(listen), model, limits, loading))
 
 
 @app.command()
@@ -253,13 +255,13 @@ def fit(
     as_json: options.FitJson = False,
 ) -> None:
     """Bytes of KV, contexts and sequences that fit into memory beside the weights, and the speed that memory allows."""
-    from pagedkv.cli.fit import Asked, run
+    from pagedkv.cli.fit import Arguments, run
 
     numbers = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
     given: dict[str, Any] = {name: value for name, value in (numbers | {"window": window}).items() if value is not None}
     given |= {"value_in_key": True} if value_in_key else {}
     stored = {"dtype": dtype, "kv_dtype": kv_dtype, "block_size": block_size}
-    run(Asked(model, given, stored, weights, context, memory, bandwidth, gpus, as_json))
+    run(Arguments(model, given, stored, weights, context, memory, bandwidth, gpus, as_json))
 
 
 @app.command()

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from pagedkv.checkpoint.records import DEMO_PROMPT
 from pagedkv.cli.complaints import complain
-from pagedkv.cli.generate import Job, load, token_ids
+from pagedkv.cli.generate import Arguments, load, token_ids
 from pagedkv.cli.inputs.shaping import with_ids
 from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
@@ -79,19 +79,19 @@ class CtrlC:
         self.came = True
 
 
-def hold(job: Job, screen: Console) -> int:
+def hold(args: Arguments, screen: Console) -> int:
     """Hold a conversation until the user ends it.
 
     Raises: PagedKVError before the first prompt, as for a checkpoint without a chat template
     """
-    if job.as_json or job.top or job.num_samples > 1 or job.sampling["logprobs"] is not None:
+    if args.as_json or args.top or args.num_samples > 1 or args.sampling["logprobs"] is not None:
         raise InvalidRequest("a conversation has one reply, no --json and no --top; give a prompt, or a .jsonl")
-    params = SamplingParams(**job.sampling)
-    engine = load(job, screen)
-    params = replace(params, logit_bias=with_ids(job.biases, engine.tokenizer))
-    talk = Conversation(engine, job, params, screen)
+    params = SamplingParams(**args.sampling)
+    engine = load(args, screen)
+    params = replace(params, logit_bias=with_ids(args.biases, engine.tokenizer))
+    talk = Conversation(engine, args, params, screen)
     talk.begin()
-    with engine, traced(engine, job.trace), CtrlC(is_left=job.ranks is not None) as ctrl_c:
+    with engine, traced(engine, args.trace), CtrlC(is_left=args.ranks is not None) as ctrl_c:
         while (line := _line(ctrl_c, screen)) is not None:
             if line == RESET:
                 talk.reset()
@@ -136,9 +136,9 @@ def _typed(ctrl_c: CtrlC) -> str:
 class Conversation:
     """The messages so far, and the engine that answers them."""
 
-    def __init__(self, engine: Engine, job: Job, params: SamplingParams, screen: Console) -> None:
-        self._engine, self._job, self._params, self._screen = engine, job, params, screen
-        is_bundled = job.model is None and job.templating.system is None
+    def __init__(self, engine: Engine, args: Arguments, params: SamplingParams, screen: Console) -> None:
+        self._engine, self._args, self._params, self._screen = engine, args, params, screen
+        is_bundled = args.model is None and args.templating.system is None
         self._page: str | None = DEMO_PAGE if is_bundled else None
         self._messages: list[dict[str, Any]] = []
         self._last: Completion | None = None
@@ -153,7 +153,7 @@ class Conversation:
 
     def help(self) -> None:
         """Tell what the user can do."""
-        self.say(HELP if self._job.ranks is None else HELP_OF_RANKS)
+        self.say(HELP if self._args.ranks is None else HELP_OF_RANKS)
 
     def say(self, text: str) -> None:
         """Print a dim text to the terminal."""
@@ -177,7 +177,7 @@ class Conversation:
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
             request = self._engine.submit(
-                self._token_ids(asked), self._params, on_text=_show, tenant=self._job.tenant_name, follows=self._last
+                self._token_ids(asked), self._params, on_text=_show, tenant=self._args.tenant_name, follows=self._last
             )
         except (InvalidRequest, CheckpointError) as error:
             return complain(f"{error}; {RESET} forgets the conversation")
@@ -199,7 +199,7 @@ class Conversation:
         self.say(_account(request, reply))
 
     def _token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        return token_ids(messages, self._job.templating, self._engine.tokenizer)
+        return token_ids(messages, self._args.templating, self._engine.tokenizer)
 
 
 def _show(_: Completion, piece: str) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from pagedkv.checkpoint import hub
 from pagedkv.checkpoint.config import ModelConfig
 from pagedkv.checkpoint.files import read_json
-from pagedkv.checkpoint.fit import WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
+from pagedkv.checkpoint.fit import WEIGHT_BITS, Footprint, counts_of_gpus, footprint_of_config, footprint_of_numbers
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.spec import KVSpec, parse_bytes
 
@@ -36,7 +36,7 @@ _NUMBERS: Final = "give a config with --model, or the numbers --layers, --kv-hea
 
 
 @dataclass(frozen=True)
-class Asked:
+class Arguments:
     """The arguments of one run. numbers: the fields of KVSpec that were given. weights: a name, or a size."""
 
     model: str | None
@@ -51,22 +51,22 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model: `share(block_size, gpus)`, and the facts about it that the tables show."""
+class Model:
+    """A model: `footprint(gpus)`, and the facts about it that the tables show."""
 
-    asked: Asked
+    args: Arguments
     weights: str | int | None
     config: ModelConfig | None
     name: str
 
-    def share(self, gpus: int, block_size: int | None = None) -> Share:
-        """Return the share of one of so many GPUs. block_size: another one than was asked for."""
-        stored = {**self.asked.stored, "block_size": block_size or self.asked.stored["block_size"]}
+    def footprint(self, gpus: int, block_size: int | None = None) -> Footprint:
+        """Return the memory that it takes on each of so many GPUs. block_size: another one than was asked for."""
+        stored = {**self.args.stored, "block_size": block_size or self.args.stored["block_size"]}
         if self.config is not None:
-            return share_of_config(self.config, self.config.specs(**stored), gpus, self.weights)
+            return footprint_of_config(self.config, self.config.specs(**stored), gpus, self.weights)
         assert not isinstance(self.weights, str)
         stored["dtype"] = stored["dtype"] or DEFAULT_DTYPE
-        return share_of_numbers(KVSpec(**self.asked.numbers, **stored), self.weights or 0, gpus)
+        return footprint_of_numbers(KVSpec(**self.args.numbers, **stored), self.weights or 0, gpus)
 
     @property
     def knows_weights(self) -> bool:
@@ -81,43 +81,43 @@ class Subject:
     @property
     def context(self) -> int:
         """The context asked for; without one, the longest of the model. Raises: InvalidRequest for a longer one"""
-        if self.asked.context is None:
+        if self.args.context is None:
             return self.longest or DEFAULT_CONTEXT
-        if self.longest is not None and self.asked.context > self.longest:
-            raise InvalidRequest(f"--context is {self.asked.context:,}; the model ends at {self.longest:,} tokens")
-        return self.asked.context
+        if self.longest is not None and self.args.context > self.longest:
+            raise InvalidRequest(f"--context is {self.args.context:,}; the model ends at {self.longest:,} tokens")
+        return self.args.context
 
 
-def run(asked: Asked) -> None:
+def run(args: Arguments) -> None:
     """Print all figures, as tables or as one JSON object.
 
     Raises: InvalidRequest for a bad number; CheckpointError for a config that cannot be read or is not understood
     """
-    if asked.bandwidth is not None and asked.memory is None:
+    if args.bandwidth is not None and args.memory is None:
         raise InvalidRequest("--bandwidth needs --memory; give both, as of one GPU")
-    subject = _subject(asked)
-    found = _figures(subject)
-    if asked.as_json:
+    model = _model(args)
+    found = _figures(model)
+    if args.as_json:
         print(json.dumps(found))
     else:
-        _print(found, subject.share(1))
+        _print(found, model.footprint(1))
 
 
-def _subject(asked: Asked) -> Subject:
-    if large := [f"{name} is {value}" for name, value in (asked.numbers | asked.stored).items() if _is_large(value)]:
+def _model(args: Arguments) -> Model:
+    if large := [f"{name} is {value}" for name, value in (args.numbers | args.stored).items() if _is_large(value)]:
         raise InvalidRequest(f"{large[0]}; give at most {MOST:,}")
-    size = _weights(asked.weights)
+    size = _weights(args.weights)
     needed = {"--layers": "num_layers", "--kv-heads": "num_kv_heads", "--head-dim": "head_dim"}
-    if not asked.numbers:
-        path = BUNDLED if asked.model is None else hub.find(asked.model)
-        return Subject(asked, size, _config(path, size), asked.model or "the bundled checkpoint")
-    if asked.model is not None:
+    if not args.numbers:
+        path = BUNDLED if args.model is None else hub.find(args.model)
+        return Model(args, size, _config(path, size), args.model or "the bundled checkpoint")
+    if args.model is not None:
         raise InvalidRequest("--model and numbers such as --layers both give a geometry; give one of them")
-    if missing := [option for option, name in needed.items() if name not in asked.numbers]:
+    if missing := [option for option, name in needed.items() if name not in args.numbers]:
         raise InvalidRequest(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; {_NUMBERS}")
     if isinstance(size, str):
         raise InvalidRequest(f"--weights {size} needs a config; beside numbers give their bytes, such as 140GB")
-    return Subject(asked, size, None, "numbers")
+    return Model(args, size, None, "numbers")
 
 
 def _weights(text: str | None) -> str | int | None:
@@ -157,14 +157,14 @@ def _config(path: Path, weights: str | int | None) -> ModelConfig:
         raise CheckpointError(f"{error}; or give numbers: --layers, --kv-heads and --head-dim") from None
 
 
-def _figures(subject: Subject) -> dict[str, Any]:
+def _figures(model: Model) -> dict[str, Any]:
     """Return all figures; the keys are those of the JSON object."""
-    asked, memory, context, whole = subject.asked, subject.asked.memory, subject.context, subject.share(1)
+    args, memory, context, whole = model.args, model.args.memory, model.context, model.footprint(1)
     heads = whole.specs[0].num_kv_heads
-    counts = counts_of_gpus(asked.gpus, heads, None if subject.config is None else subject.config.num_heads)
+    counts = counts_of_gpus(args.gpus, heads, None if model.config is None else model.config.num_heads)
     sizes = sorted({*BLOCK_SIZES, whole.block_size})
     return {
-        "model": subject.name,
+        "model": model.name,
         "num_layers": sum(spec.num_layers for spec in whole.specs),
         "num_kv_heads": heads,
         "head_dim": whole.specs[0].head_dim,
@@ -173,32 +173,33 @@ def _figures(subject: Subject) -> dict[str, Any]:
         "block_size": whole.block_size,
         "bytes_per_token": whole.bytes_per_token,
         "frame_bytes": whole.frame_bytes,
-        "weight_bytes": whole.weight_bytes if subject.knows_weights else None,
+        "weight_bytes": whole.weight_bytes if model.knows_weights else None,
         "memory_bytes": None if memory is None else parse_bytes(memory),
         "context": context,
         "context_frames": whole.frames(context),
         "context_bytes": whole.frames(context) * whole.frame_bytes,
         "gpus": [
-            _row(subject.share(gpus), subject, parse_bytes(memory), context) for gpus in counts if memory is not None
+            _row(model.footprint(gpus), model, parse_bytes(memory), context) for gpus in counts if memory is not None
         ],
-        "block_sizes": [_block_row(subject.share(1, size), context) for size in sizes],
+        "block_sizes": [_block_row(model.footprint(1, size), context) for size in sizes],
     }
 
 
-def _row(share: Share, subject: Subject, memory: int, context: int) -> dict[str, Any]:
+def _row(footprint: Footprint, model: Model, memory: int, context: int) -> dict[str, Any]:
     """Return the figures of a number of GPUs. Bytes and frames are those of one GPU; every GPU has as many frames."""
-    asked, num_frames = subject.asked, share.num_frames(memory)
-    limits = share.longest_context(num_frames), subject.longest
-    sequences = share.sequences(num_frames, context)
+    args, num_frames = model.args, footprint.num_frames(memory)
+    limits = footprint.longest_context(num_frames), model.longest
+    sequences = footprint.sequences(num_frames, context)
     speeds: list[float | None] = [None, None]
-    if asked.bandwidth is not None:
-        bandwidth = _bandwidth(asked.bandwidth)
-        speeds = [round(share.tokens_per_s(bandwidth, context, n), 3) if sequences else None for n in (1, sequences)]
+    if args.bandwidth is not None:
+        bandwidth = _bandwidth(args.bandwidth)
+        batches = (1, sequences)
+        speeds = [round(footprint.tokens_per_s(bandwidth, context, n), 3) if sequences else None for n in batches]
     return {
-        "gpus": share.gpus,
-        "weight_bytes": share.weight_bytes if subject.knows_weights else None,
-        "bytes_per_token": share.bytes_per_token,
-        "frame_bytes": share.frame_bytes,
+        "gpus": footprint.gpus,
+        "weight_bytes": footprint.weight_bytes if model.knows_weights else None,
+        "bytes_per_token": footprint.bytes_per_token,
+        "frame_bytes": footprint.frame_bytes,
         "num_frames": num_frames,
         "longest_context": min((limit for limit in limits if limit is not None), default=None),
         "sequences": sequences,
@@ -214,12 +215,12 @@ def _bandwidth(text: str) -> int:
     return bandwidth
 
 
-def _block_row(share: Share, context: int) -> dict[str, Any]:
+def _block_row(footprint: Footprint, context: int) -> dict[str, Any]:
     return {
-        "block_size": share.block_size,
-        "frame_bytes": share.frame_bytes,
-        "frames": share.frames(context),
-        "waste": round(share.waste(context), 6),
+        "block_size": footprint.block_size,
+        "frame_bytes": footprint.frame_bytes,
+        "frames": footprint.frames(context),
+        "waste": round(footprint.waste(context), 6),
     }
 
 
@@ -232,7 +233,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:,.3g} TB" if num_bytes < 999.5 else f"{num_bytes:,.0f} TB"
 
 
-def _print(found: dict[str, Any], whole: Share) -> None:
+def _print(found: dict[str, Any], whole: Footprint) -> None:
     """Print the figures as three tables."""
     console = Console(highlight=False)
     facts = Table.grid(padding=(0, 2))
@@ -253,7 +254,7 @@ def _print(found: dict[str, Any], whole: Share) -> None:
     console.print(blocks)
 
 
-def _facts(found: dict[str, Any], whole: Share) -> dict[str, str]:
+def _facts(found: dict[str, Any], whole: Footprint) -> dict[str, str]:
     spec = whole.specs[0]
     values = "values in keys" if spec.value_in_key else f"K of {spec.head_dim}, V of {spec.value_dim}"
     facts = {

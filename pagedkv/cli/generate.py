@@ -45,7 +45,7 @@ PREFILL_S: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Job:
+class Arguments:
     """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load.
 
     biases: logit_bias, some of it by the texts of tokens.
@@ -92,96 +92,96 @@ class Entry:
             self.error = f"{self.prompt.where}: {error}"
 
 
-def run(job: Job, screen: Console) -> int:
-    """Generate and print all outputs of `job`; the report goes to `screen`.
+def run(args: Arguments, screen: Console) -> int:
+    """Generate and print all outputs of a run; the report goes to `screen`.
 
     Returns: 1 if some lines of a .jsonl failed, 0 if none did.
     Raises: PagedKVError; for bad input, before anything is printed. Of a .jsonl, only if no line can be used
     """
-    if job.top:
+    if args.top:
         require_terminal(screen)
-    live = None if job.source.many or job.as_json else Live(job.num_samples)
-    tasks, engine = _submitted(job, screen, None if job.top else live)
+    printer = None if args.source.many or args.as_json else SamplePrinter(args.num_samples)
+    tasks, engine = _submitted(args, screen, None if args.top else printer)
     with engine:
-        return _run(job, screen, tasks, engine, live)
+        return _run(args, screen, tasks, engine, printer)
 
 
-def _run(job: Job, screen: Console, tasks: list[Entry], engine: Engine, live: Live | None) -> int:
+def _run(args: Arguments, screen: Console, tasks: list[Entry], engine: Engine, printer: SamplePrinter | None) -> int:
     """Step until all requests have ended, and print their outputs. Returns: the status"""
-    if job.source.demo and not job.as_json:
-        screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
+    if args.source.demo and not args.as_json:
+        screen.print(Text(args.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
         screen.print()
-    if live and not job.top:
-        live.begin()
-    waiting = sum(bool(task.request) for task in tasks) * job.num_samples
-    shown = job.source.many and screen.is_terminal
-    bar = Top(screen, engine) if job.top else Bar(screen, waiting, shown=shown)
-    with traced(engine, job.trace), bar:
+    if printer and not args.top:
+        printer.begin()
+    waiting = sum(bool(task.request) for task in tasks) * args.num_samples
+    shown = args.source.many and screen.is_terminal
+    bar = Top(screen, engine) if args.top else ProgressBar(screen, waiting, shown=shown)
+    with traced(engine, args.trace), bar:
         for task in tasks:
             while task.request and not task.request.finished:
                 bar.advance(engine.step())
-            _show(task, engine, bar, job)
-    if live and job.top and tasks[0].request:
-        live.begin()
-        live(tasks[0].request.completions[0], "")
+            _show(task, engine, bar, args)
+    if printer and args.top and tasks[0].request:
+        printer.begin()
+        printer(tasks[0].request.completions[0], "")
     done = [task.request for task in tasks if task.request and not task.error]
-    if done and not job.as_json:
-        if live:
+    if done and not args.as_json:
+        if printer:
             screen.print()  # a block of text ends with a blank line anyway
         screen.print(report.table(done, engine))
     return int(any(task.error for task in tasks))
 
 
-def _show(task: Entry, engine: Engine, bar: Bar | Top, job: Job) -> None:
+def _show(task: Entry, engine: Engine, bar: ProgressBar | Top, args: Arguments) -> None:
     """Print the result of one prompt; an error of many goes to stderr too.
 
     Raises: InvalidRequest if the only request ended with an error: its checkpoint may hold weights that are no numbers
     """
     errors = [completion.error for completion in task.request.completions if completion.error] if task.request else []
-    with task.guarded(many=job.source.many):
-        if errors and not job.source.many:
+    with task.guarded(many=args.source.many):
+        if errors and not args.source.many:
             raise InvalidRequest(f"{task.prompt.where}: {errors[0]}")
         if errors:
             raise InvalidRequest(errors[0])
-    if job.as_json and task.request:
+    if args.as_json and task.request:
         bar.print(report.as_json(task.request, engine, task.prompt))
-    elif job.as_json:
+    elif args.as_json:
         bar.print(report.error_as_json(task.prompt, task.error))
-    elif job.source.many and task.request and not task.error:
+    elif args.source.many and task.request and not task.error:
         bar.print(_block(task.request, task.prompt))
     if task.error:
         bar.print(task.error, complain)
 
 
-def _submitted(job: Job, screen: Console, live: Live | None) -> tuple[list[Entry], Engine]:
+def _submitted(args: Arguments, screen: Console, printer: SamplePrinter | None) -> tuple[list[Entry], Engine]:
     """Load an engine and submit all prompts to it.
 
     Raises: PagedKVError for a mistake in the options, in the only prompt, or in all of many prompts
     """
-    tasks, many = [Entry(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
-    if job.sampling["logprobs"] is not None and not job.as_json:
+    tasks, many = [Entry(prompt, error=prompt.error) for prompt in args.source.prompts], args.source.many
+    if args.sampling["logprobs"] is not None and not args.as_json:
         raise InvalidRequest("--logprobs are keys of the JSON; give --json too")
-    SamplingParams(**job.sampling)  # the options of the command line are not the fault of a line
+    SamplingParams(**args.sampling)  # the options of the command line are not the fault of a line
     for task in tasks:
         if not task.error:
             with task.guarded(many=many):
-                task.params = _params(task.prompt, job.sampling)
+                task.params = _params(task.prompt, args.sampling)
     _require_one(tasks)
-    engine = load(job, screen)
-    bias = with_ids(job.biases, engine.tokenizer)
+    engine = load(args, screen)
+    bias = with_ids(args.biases, engine.tokenizer)
     for task in tasks:
         if task.params is not None:
             with task.guarded(many=many):
                 if bias and "logit_bias" not in task.prompt.options:
                     task.params = replace(task.params, logit_bias=bias)
-                messages = job.templating.messages(task.prompt)
+                messages = args.templating.messages(task.prompt)
                 ids = (
-                    token_ids(messages, job.templating, engine.tokenizer)
+                    token_ids(messages, args.templating, engine.tokenizer)
                     if messages
                     else engine.tokenizer.encode(task.prompt.text)
                 )
                 task.request = engine.submit(
-                    ids, task.params, num_samples=job.num_samples, on_text=live, tenant=job.tenant_name
+                    ids, task.params, num_samples=args.num_samples, on_text=printer, tenant=args.tenant_name
                 )
     _require_one(tasks)
     return tasks, engine
@@ -193,18 +193,18 @@ def _require_one(tasks: list[Entry]) -> None:
         raise InvalidRequest(tasks[0].error)
 
 
-def load(job: Job, screen: Console) -> Engine:
+def load(args: Arguments, screen: Console) -> Engine:
     """Load the engine of a run, under a spinner if `screen` is a terminal."""
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-        where, limits = device(job.loading["device"]), Limits(**job.limits)
-        if job.ranks is None:
-            engine = Engine.load(job.model, limits=limits, **{**job.loading, "device": where})
+        where, limits = device(args.loading["device"]), Limits(**args.limits)
+        if args.ranks is None:
+            engine = Engine.load(args.model, limits=limits, **{**args.loading, "device": where})
             _await_prefills(engine)
             return engine
         from pagedkv.distributed import leader
 
-        options = {name: value for name, value in job.loading.items() if name not in ("device", "tiers")}
-        return leader.load(job.ranks, job.model, limits=limits, **options)
+        options = {name: value for name, value in args.loading.items() if name not in ("device", "tiers")}
+        return leader.load(args.ranks, args.model, limits=limits, **options)
 
 
 def _await_prefills(engine: Engine) -> None:
@@ -253,7 +253,7 @@ def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{**sampling, **prompt.options})
 
 
-class Live:
+class SamplePrinter:
     """A listener that prints the samples of one request to stdout, one sample after another.
 
     When the turn of a sample begins, the text that it has so far is printed; then each new piece at once.
@@ -298,7 +298,7 @@ def _block(request: Request, prompt: Prompt) -> str:
     )
 
 
-class Bar:
+class ProgressBar:
     """A progress bar on stderr, if shown, and a printer of results to stdout that keeps the two apart."""
 
     def __init__(self, screen: Console, total: int, *, shown: bool) -> None:
@@ -312,7 +312,7 @@ class Bar:
         self._task = self._progress.add_task("", total=total, tokens=0) if self._progress else TaskID(0)
         self._tokens = 0
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         if self._progress:
             self._progress.start()
         return self

@@ -18,7 +18,7 @@ from typing import Any, Final
 from pagedkv import debug
 from pagedkv.checkpoint import hub
 from pagedkv.errors import ConcurrentUse, InvalidRequest
-from pagedkv.serve.keys import Keys
+from pagedkv.serve.keys import ApiKeys
 from pagedkv.spec import parse_bytes
 
 NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
@@ -30,7 +30,7 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Job:
+class Arguments:
     """The arguments of one run. listening: fields of Listening. limits: of Limits. loading: options of Engine.load."""
 
     model: str | None
@@ -45,13 +45,14 @@ class Job:
     loading: dict[str, Any]
 
 
-def run(job: Job) -> int:
+def run(args: Arguments) -> int:
     """Serve until a signal. Returns: the status of the process. Raises: PagedKVError before the server listens"""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
-    _require_events(job.listening)
-    keys, folder, max_body = keys_of(job), None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
-    sock = bound(job.host, job.port)
+    _require_events(args.listening)
+    keys, folder = keys_of(args), None if args.model is None else hub.find(args.model)
+    max_body = parse_bytes(args.max_body)
+    sock = bound(args.host, args.port)
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=False) as screen:
@@ -61,21 +62,21 @@ def run(job: Job) -> int:
         from pagedkv.serve import process
 
         with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-            loading = {**job.loading, "device": device(job.loading["device"])}
-            if job.listening["events"] is not None:
+            loading = {**args.loading, "device": device(args.loading["device"])}
+            if args.listening["events"] is not None:
                 loading["observe"] = Observe(events=EVENTS)
-            engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
-        name = job.name or process.name_of(job.model, folder)
-        most = {"max_body": max_body, "max_waiting": job.limits["max_waiting"]}
+            engine = Engine.load(folder, limits=Limits(**args.limits), **loading)
+        name = args.name or process.name_of(args.model, folder)
+        most = {"max_body": max_body, "max_waiting": args.limits["max_waiting"]}
         try:
-            return process.run(sock, engine, process.Listening(name, keys, **most, **job.listening))
+            return process.run(sock, engine, process.Listening(name, keys, **most, **args.listening))
         finally:
             with suppress(ConcurrentUse):  # the last step hangs
                 engine.close()
 
 
 @dataclass(frozen=True)
-class PrefillJob:
+class PrefillArguments:
     """The arguments of one run of `prefill`. listen: addresses. limits: of Limits. loading: options of Engine.load."""
 
     listen: tuple[str, ...]
@@ -84,9 +85,9 @@ class PrefillJob:
     loading: dict[str, Any]
 
 
-def prefill(job: PrefillJob) -> int:
+def prefill(args: PrefillArguments) -> int:
     """Compute prompts for others until SIGINT or SIGTERM. Returns: the status of the process. Raises: PagedKVError"""
-    folder, ended = None if job.model is None else hub.find(job.model), threading.Event()
+    folder, ended = None if args.model is None else hub.find(args.model), threading.Event()
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=False) as screen:
@@ -94,18 +95,18 @@ def prefill(job: PrefillJob) -> int:
         from pagedkv.model import Engine, Limits, serve_prefills
         from pagedkv.model.prefills import network_address, servers_at
 
-        servers = servers_at(job.listen)
-        for address in job.listen:
+        servers = servers_at(args.listen)
+        for address in args.listen:
             host, _, port = network_address(address).rpartition(":")
             bound(host.strip("[]"), int(port), "--listen").close()
-        loading = {**job.loading, "device": device(job.loading["device"])}
+        loading = {**args.loading, "device": device(args.loading["device"])}
         loading["tiers"] = [*loading["tiers"], *servers]
         with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-            engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
+            engine = Engine.load(folder, limits=Limits(**args.limits), **loading)
         before = {number: signal.signal(number, lambda *_: ended.set()) for number in ENDING}
         try:
             with engine:
-                screen.print(f"computing prompts for {', '.join(job.listen)}; Ctrl-C ends it", highlight=False)
+                screen.print(f"computing prompts for {', '.join(args.listen)}; Ctrl-C ends it", highlight=False)
                 serve_prefills(engine, servers, until=ended.is_set)
         finally:
             for number, handler in before.items():
@@ -124,16 +125,16 @@ def _require_events(listening: dict[str, Any]) -> None:
         raise InvalidRequest(f"--kv-events needs {missing[0]}; install it with: pip install 'pagedkv[events]'")
 
 
-def keys_of(job: Job) -> Keys | None:
+def keys_of(args: Arguments) -> ApiKeys | None:
     """Return the API keys, or None for a server without any. Raises: InvalidRequest, which shows no key"""
-    if job.api_key == "":
+    if args.api_key == "":
         raise InvalidRequest("--api-key is empty; give a key, or leave the option out to serve without one")
-    key = job.api_key or debug.api_key()
-    if job.api_keys is None:
-        return None if key is None else Keys.of(key)
+    key = args.api_key or debug.api_key()
+    if args.api_keys is None:
+        return None if key is None else ApiKeys.of(key)
     if key is not None:
         raise InvalidRequest("--api-keys and --api-key or PAGEDKV_API_KEY name keys; give one of them")
-    return Keys.read(job.api_keys)
+    return ApiKeys.read(args.api_keys)
 
 
 def bound(host: str, port: int, options: str = "--host or --port") -> socket.socket:

@@ -91,8 +91,8 @@ class Picture:
         return COLOURS[number % len(COLOURS)]
 
 
-class Pool:
-    """The frames of an engine as pictures. A sequence keeps its letter as long as it has frames."""
+class FrameMap:
+    """A map of the frames of an engine, as pictures. A sequence keeps its letter as long as it has frames."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -131,7 +131,7 @@ class Top:
     """A live picture of an engine, with the methods of the progress bar. Results wait for its end, but for a pipe."""
 
     def __init__(self, screen: Console, engine: Engine) -> None:
-        self._engine, self._screen, self._pool = engine, screen, Pool(engine)
+        self._engine, self._screen, self._frames = engine, screen, FrameMap(engine)
         self._live = Live(console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._drawn_at = 0.0
         self._past: deque[tuple[float, int, int]] = deque()
@@ -178,7 +178,7 @@ class Top:
 
     def rendered(self, width: int, height: int) -> Group:
         """Return the picture for a terminal of that size."""
-        picture = self._pool.picture()
+        picture = self._frames.picture()
         lines = [self._counts(picture), self._work(), self._times(), Text()]
         lines += _map(picture, width, max(1, height - TEXT_LINES))
         lines += [_signs(), _legend(picture)]

@@ -119,7 +119,7 @@ class Routes:
         if body.stream:
             asked = body.stream_options
             events = self._told(stream, answer, with_usage=bool(asked and asked.include_usage))
-            return _Events(stream, events)
+            return _EventStream(stream, events)
         return await self._whole(request, stream, answer)
 
     def _prepared(self, kind: type[Body], data: bytes) -> tuple[Body, list[list[int]], SamplingParams]:
@@ -140,7 +140,7 @@ class Routes:
             raise InvalidRequest(
                 f"the body has {len(prompts)} prompts, {limits.max_waiting} may wait on this server; send fewer"
             )
-        params = body.params(_room(self._engine, longest))
+        params = body.params(_most_tokens(self._engine, longest))
         entries = 0 if params.logprobs is None else num_outputs * params.max_tokens * (params.logprobs + 1)
         if entries > MOST_LOGPROBS:
             raise InvalidRequest(
@@ -218,7 +218,7 @@ class _NoModel(InvalidRequest):
     pass
 
 
-class _Events(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Server-sent events. However the answer ends, its stream is closed."""
 
     def __init__(self, stream: Stream, events: AsyncIterator[bytes]) -> None:
@@ -252,7 +252,7 @@ def _param(error: Exception) -> str | None:
     return found[1] if found and found[1] in SamplingParams.__dataclass_fields__ else None
 
 
-def _room(engine: Engine, num_prompt: int) -> int:
+def _most_tokens(engine: Engine, num_prompt: int) -> int:
     """Return the most tokens that model and pool hold behind a prompt, at least 1: `Engine.submit` has the words."""
     cache, at_once = engine.cache, engine.scheduler.limits.chunk
     most = engine.decoder.config.max_position_embeddings - num_prompt

@@ -43,7 +43,7 @@ TICK_SECONDS: Final = 0.25
 
 
 @dataclass
-class Watch:
+class ConnectionTable:
     """The connections of a server. most: their number. send_s: seconds. dropped: called with the reason of each end."""
 
     most: int
@@ -83,10 +83,10 @@ class Watch:
 class Connection(H11Protocol):
     """A connection with clocks. since: seconds of time.monotonic() at which it was accepted, or its answer ended."""
 
-    def __init__(self, *arguments: Any, watch: Watch, **named: Any) -> None:
+    def __init__(self, *arguments: Any, table: ConnectionTable, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.since: float = time.monotonic()
-        self._watch = watch
+        self._table = table
         self._behind_since: float | None = None
 
     @property
@@ -97,9 +97,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Take a new connection, or refuse it in words."""
         super().connection_made(transport)
-        if not self._watch.admit(self):
+        if not self._table.admit(self):
             transport.write(_FULL)
-            if self in self._watch.refused:
+            if self in self._table.refused:
                 with suppress(OSError):  # the client has gone
                     transport.write_eof()
                 self.loop.call_later(REFUSAL_SECONDS, transport.abort)
@@ -108,13 +108,13 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of requests; drop those of a refused client."""
-        if self not in self._watch.refused:
+        if self not in self._table.refused:
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._watch.open.discard(self)
-        self._watch.refused.discard(self)
+        self._table.open.discard(self)
+        self._table.refused.discard(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -144,8 +144,8 @@ class Connection(H11Protocol):
 
     def drop(self, reason: str) -> None:
         """End the connection now, and count it. Its request is cancelled: it sees a client that went away."""
-        self._watch.open.discard(self)
-        self._watch.dropped(reason)
+        self._table.open.discard(self)
+        self._table.dropped(reason)
         self.transport.abort()
 
 

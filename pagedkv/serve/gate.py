@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pagedkv.serve.answers import error
-from pagedkv.serve.keys import Keys
+from pagedkv.serve.keys import ApiKeys
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -50,7 +50,7 @@ class Rules:
     max_body: bytes. max_requests: POSTs inside at once.
     """
 
-    keys: Keys | None
+    keys: ApiKeys | None
     hosts: frozenset[str] | None
     max_body: int
     max_requests: int

@@ -1,4 +1,4 @@
-"""Keys: which API key belongs to which tenant. Knows digests only: no key is kept, shown in an error, or logged.
+"""ApiKeys: which API key belongs to which tenant. Knows digests only: no key is kept, shown in an error, or logged.
 
 A file has `key tenant` in each line; empty lines and lines that begin with # are skipped. The prefix cache never shows
 a tenant the pages of another one.
@@ -16,7 +16,7 @@ MOST_BYTES: Final = 2**24
 """Bytes of a file of keys: about 200,000 keys."""
 
 
-class Keys:
+class ApiKeys:
     """The keys that a server takes, as {sha256 of the key: tenant}.
 
     A look-up compares digests: its time says nothing about a key that a guess is near to.
@@ -26,7 +26,7 @@ class Keys:
         self._tenants = tenants
 
     @classmethod
-    def of(cls, key: str) -> Keys:
+    def of(cls, key: str) -> ApiKeys:
         """Return the keys of a server that has one. Its tenant is b"", as without a key. Blanks around it do not count.
 
         Raises: InvalidRequest
@@ -37,7 +37,7 @@ class Keys:
         return cls({_digest(words[0]): b""})
 
     @classmethod
-    def read(cls, path: Path) -> Keys:
+    def read(cls, path: Path) -> ApiKeys:
         """Read a file of keys. Raises: InvalidRequest, which names a line and never its text"""
         tenants: dict[bytes, bytes] = {}
         for number, line in enumerate(_lines(path), 1):

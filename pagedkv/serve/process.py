@@ -29,9 +29,9 @@ import uvicorn
 
 from pagedkv.model.engine import Engine
 from pagedkv.serve.app import Routes, Service
-from pagedkv.serve.connection import Connection, Watch
+from pagedkv.serve.connection import Connection, ConnectionTable
 from pagedkv.serve.gate import Gate, Rules
-from pagedkv.serve.keys import Keys
+from pagedkv.serve.keys import ApiKeys
 from pagedkv.serve.streaming import AsyncEngine
 
 SWITCH_SECONDS: Final = 0.0005
@@ -68,7 +68,7 @@ class Listening:
     """
 
     name: str = "bundled"
-    keys: Keys | None = None
+    keys: ApiKeys | None = None
     hosts: tuple[str, ...] = ()
     max_waiting: int = 256
     max_prompt: int | None = None
@@ -121,8 +121,9 @@ class _Server(uvicorn.Server):
         hosts = frozenset({"localhost", *listening.hosts}) if listening.hosts or _is_loopback(host) else None
         rules = Rules(listening.keys, hosts, listening.max_body, most)
         self._gate = Gate(self._routes.app, rules, metrics.answered)
-        self._watch = Watch(_room(listening.max_connections), listening.send_s, metrics.dropped)
-        connection: Any = partial(Connection, watch=self._watch)
+        allowed = _allowed_connections(listening.max_connections)
+        self._table = ConnectionTable(allowed, listening.send_s, metrics.dropped)
+        connection: Any = partial(Connection, table=self._table)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit both
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         gate: Any = self._gate
@@ -153,7 +154,7 @@ class _Server(uvicorn.Server):
         """Listen, then say where."""
         host, port = sockets[0].getsockname()[:2] if sockets else ("", 0)
         await super().startup(sockets)
-        self._tasks.append(asyncio.create_task(self._watch.run()))
+        self._tasks.append(asyncio.create_task(self._table.run()))
         if self._listening.keys is None and not _is_loopback(host):
             print("pagedkv: without an API key, all who reach this address can use it", file=sys.stderr, flush=True)
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -165,7 +166,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections; those that have bytes left get a little time."""
-        asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._watch.abort)
+        asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._table.abort)
         await super().shutdown(sockets)
 
     def _terminate(self) -> None:
@@ -181,7 +182,7 @@ class _Server(uvicorn.Server):
         if self._gate.num_inside:
             await self._engine.aclose(f"the server ended {self._listening.drain_s:g} s after it was told to")
             await self._empty(FLUSH_SECONDS)
-            self._watch.abort()
+            self._table.abort()
         self.should_exit = True
 
     async def _empty(self, seconds: float) -> None:
@@ -196,7 +197,7 @@ def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"
 
 
-def _room(max_connections: int) -> int:
+def _allowed_connections(max_connections: int) -> int:
     """Raise this process's limit of open files if it may be, and return how many connections it allows."""
     needed = max_connections + BACKLOG + FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -15,7 +15,7 @@ from rich.console import Console
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT
 from pagedkv.cli import compiling
-from pagedkv.cli.generate import Bar
+from pagedkv.cli.generate import ProgressBar
 from pagedkv.core.tables import steps
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion
@@ -221,7 +221,7 @@ def test_blocks_of_text_name_their_prompt_and_sample(command, three):
 
 def test_the_bar_and_the_results_do_not_mix(capsys):
     terminal = io.StringIO()
-    with Bar(Console(file=terminal, force_terminal=True, width=80), 4, shown=True) as bar:
+    with ProgressBar(Console(file=terminal, force_terminal=True, width=80), 4, shown=True) as bar:
         bar.advance([Completion(request=None, index=0, token_ids=[1, 2, 3])])
         bar.print("the result")
     assert capsys.readouterr().out == "the result\n"

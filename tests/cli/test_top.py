@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pagedkv.cli.top import CACHED, FREE, OWNED, SHARED, Picture, Pool, Top
+from pagedkv.cli.top import CACHED, FREE, OWNED, SHARED, FrameMap, Picture, Top
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.sampling.params import SamplingParams
 
@@ -34,7 +34,7 @@ def drawn(engine: Engine, width: int = 100, height: int = 30, **options: object)
 
 
 def counts(engine: Engine) -> dict[str, int]:
-    kinds = Pool(engine).picture().kinds
+    kinds = FrameMap(engine).picture().kinds
     named = {"free": kinds == FREE, "cached": kinds == CACHED, "shared": kinds == SHARED, "owned": kinds >= OWNED}
     return {name: int(mask.sum()) for name, mask in named.items()}
 
@@ -55,12 +55,12 @@ def test_each_frame_is_shown_in_its_state(engine: Engine) -> None:
 
 
 def test_a_sequence_keeps_its_letter_and_a_gone_one_gives_it_back(engine: Engine) -> None:
-    pool = Pool(engine)
+    frames = FrameMap(engine)
     first, second = engine.submit(PAGE, LONG), engine.submit(PAGE[::-1], LONG)
     engine.step()
 
     def letters() -> dict[object, int]:
-        return {sequence.completion.request: letter for sequence, letter in pool.picture().owners.items()}
+        return {sequence.completion.request: letter for sequence, letter in frames.picture().owners.items()}
 
     assert letters() == {first: 0, second: 1}
     engine.cancel(first)
@@ -97,7 +97,7 @@ def test_several_tenants_have_a_colour_each(engine: Engine) -> None:
     for tenant in (b"acme", b"acme", b"globex"):
         engine.submit(PAGE, LONG, tenant=tenant)
     engine.step()
-    picture = Pool(engine).picture()
+    picture = FrameMap(engine).picture()
     styles = [picture.style(OWNED + letter) for letter in range(3)]
     assert styles[0] == styles[1] != styles[2]
     assert "'globex'" in drawn(engine)[-1]

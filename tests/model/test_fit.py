@@ -13,7 +13,14 @@ from safetensors.torch import load_file, save_file
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.config import ModelConfig
-from pagedkv.checkpoint.fit import GROUP, WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
+from pagedkv.checkpoint.fit import (
+    GROUP,
+    WEIGHT_BITS,
+    Footprint,
+    counts_of_gpus,
+    footprint_of_config,
+    footprint_of_numbers,
+)
 from pagedkv.core import MemoryManager
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.errors import InvalidRequest
@@ -29,9 +36,9 @@ HYBRID = ("gemma2", "gemma3", "qwen2-sliding", "mistral")
 
 def test_the_textbook_case_comes_out():
     """80 layers, 64 KV heads of 128, fp16: 2 * 80 * 64 * 128 * 2 bytes a token, 262 GB at 100,000 tokens."""
-    share = share_of_numbers(TEXTBOOK, 0, 1)
-    assert share.bytes_per_token == 2 * 80 * 64 * 128 * 2 == 2_621_440
-    assert share.frames(100_000) * share.frame_bytes == share.kv_bytes(100_000) == 262_144_000_000
+    footprint = footprint_of_numbers(TEXTBOOK, 0, 1)
+    assert footprint.bytes_per_token == 2 * 80 * 64 * 128 * 2 == 2_621_440
+    assert footprint.frames(100_000) * footprint.frame_bytes == footprint.kv_bytes(100_000) == 262_144_000_000
 
 
 def bytes_of(decoder: Decoder) -> dict[int, int]:
@@ -52,24 +59,24 @@ def test_weights_of_the_bundled_checkpoint_are_the_bytes_of_its_shard():
     header = json.loads(data[8 : 8 + length])
     stored = sum(part["data_offsets"][1] - part["data_offsets"][0] for part in header.values() if "shape" in part)
     config = ModelConfig.load(BUNDLED)
-    assert share_of_config(config, config.specs(), 1).weight_bytes == stored == len(data) - 8 - length
+    assert footprint_of_config(config, config.specs(), 1).weight_bytes == stored == len(data) - 8 - length
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_weights_are_those_that_a_decoder_loads(checkpoint, name):
     decoder = checkpoint(name).decoder()
     config = decoder.config
-    share = share_of_config(config, config.specs(dtype="float32"), 1)
-    assert share.weight_bytes == sum(bytes_of(decoder).values())
+    footprint = footprint_of_config(config, config.specs(dtype="float32"), 1)
+    assert footprint.weight_bytes == sum(bytes_of(decoder).values())
     tied = decoder.weights.embedding is decoder.weights.head
-    assert share.weight_bytes - share.read_bytes == (0 if tied else decoder.weights.embedding.nbytes)
+    assert footprint.weight_bytes - footprint.read_bytes == (0 if tied else decoder.weights.embedding.nbytes)
 
 
 @pytest.mark.parametrize("kind", WEIGHT_BITS)
 def test_weights_of_integers_are_those_that_a_decoder_loads(kind):
     decoder = Decoder.load(BUNDLED, weights=kind)
-    share = share_of_config(decoder.config, decoder.config.specs(), 1, kind)
-    assert share.weight_bytes == sum(bytes_of(decoder).values())
+    footprint = footprint_of_config(decoder.config, decoder.config.specs(), 1, kind)
+    assert footprint.weight_bytes == sum(bytes_of(decoder).values())
 
 
 def test_a_tied_head_of_integers_is_a_matrix_beside_the_embedding(tmp_path):
@@ -81,17 +88,17 @@ def test_a_tied_head_of_integers_is_a_matrix_beside_the_embedding(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     for kind in (None, "int8"):
         decoder = Decoder.load(folder, weights=kind)
-        share = share_of_config(decoder.config, decoder.config.specs(), 1, kind)
-        assert share.weight_bytes == sum(bytes_of(decoder).values())
+        footprint = footprint_of_config(decoder.config, decoder.config.specs(), 1, kind)
+        assert footprint.weight_bytes == sum(bytes_of(decoder).values())
         unread = decoder.weights.embedding.nbytes if kind else 0
-        assert share.weight_bytes - share.read_bytes == unread
+        assert footprint.weight_bytes - footprint.read_bytes == unread
 
 
 def test_integers_that_the_matrices_cannot_have_are_refused(checkpoint):
     assert GROUP == matrix.GROUP
     decoder = checkpoint("llama").decoder()
     with pytest.raises(InvalidRequest, match="a matrix of this model has 96 columns"):
-        share_of_config(decoder.config, decoder.config.specs(), 1, "int8")
+        footprint_of_config(decoder.config, decoder.config.specs(), 1, "int8")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -106,7 +113,7 @@ def test_gpus_split_matrices_and_repeat_norms(checkpoint, name):
         and ("norm" in field.name or field.name in ("out_bias", "down_bias"))
     )
     whole += decoder.weights.norm.nbytes
-    one, two = share_of_config(config, specs, 1), share_of_config(config, specs, 2)
+    one, two = footprint_of_config(config, specs, 1), footprint_of_config(config, specs, 2)
     odd_row = config.vocab_size % 2 * config.hidden_size * 4 * (1 if config.tie_embeddings else 2)
     assert 2 * two.weight_bytes == one.weight_bytes + whole + odd_row
     assert 2 * two.bytes_per_token == one.bytes_per_token
@@ -116,7 +123,7 @@ def test_fewer_kv_heads_than_gpus_are_repeated():
     assert counts_of_gpus(8, 2) == [1, 2, 4, 6, 8]
     assert counts_of_gpus(8, 2, 8) == [1, 2, 4, 8]
     latents = KVSpec(61, 1, 576, head_dim_v=512, value_in_key=True)
-    assert share_of_numbers(latents, 0, 8).bytes_per_token == 61 * 576 * 2
+    assert footprint_of_numbers(latents, 0, 8).bytes_per_token == 61 * 576 * 2
     for most, heads in ((3, 8), (16, 3)):
         with pytest.raises(InvalidRequest, match=f"{most} GPUs cannot share {heads} KV heads equally; give one of 1"):
             counts_of_gpus(most, heads)
@@ -127,11 +134,11 @@ def test_fewer_kv_heads_than_gpus_are_repeated():
 def test_frames_are_those_of_a_cache(checkpoint, name, block_size):
     config = checkpoint(name).decoder().config
     specs = config.specs(block_size=block_size, dtype="float32")
-    share = share_of_config(config, specs, 1)
+    footprint = footprint_of_config(config, specs, 1)
     cache = PagedKVCache(specs, layer_groups=config.layer_groups(), num_frames=8)
-    assert share.frame_bytes == cache.frame_bytes
+    assert footprint.frame_bytes == cache.frame_bytes
     for length in range(1, 120):
-        assert share.frames(length) == cache.frames_for(length, 1)
+        assert footprint.frames(length) == cache.frames_for(length, 1)
 
 
 @pytest.mark.parametrize(("window", "block_size"), [(None, 1), (None, 4), (1, 1), (1, 3), (6, 4), (9, 4), (7, 16)])
@@ -139,36 +146,36 @@ def test_waste_is_that_of_a_sequence_that_grows_in_a_manager(window, block_size)
     spec = KVSpec(1, 1, 32, block_size=block_size, window=window, dtype="float32")
     mm = MemoryManager(num_frames=64, block_size=block_size, prefix_cache=False, groups=[Group(window)])
     space, mapped, read = mm.open(), 0, 0
-    share = Share(1, (spec,), 0, 0)
+    footprint = Footprint(1, (spec,), 0, 0)
     for length in range(1, 41):
         plan = mm.plan([space], [1])
         mapped += mm.stats().mapped * spec.frame_bytes
         mm.commit(plan, [length])
-        read += share.kv_bytes(length)
-        assert share.waste(length) == pytest.approx(1 - read / mapped, abs=1e-12)
+        read += footprint.kv_bytes(length)
+        assert footprint.waste(length) == pytest.approx(1 - read / mapped, abs=1e-12)
     space.release()
 
 
 def test_the_longest_context_is_the_last_that_fits():
     for window in (None, 100):
-        share = Share(1, (KVSpec(2, 1, 8, window=window), KVSpec(2, 1, 8)), 1000, 1000)
+        footprint = Footprint(1, (KVSpec(2, 1, 8, window=window), KVSpec(2, 1, 8)), 1000, 1000)
         for num_frames in (0, 1, 2, 7, 40):
-            longest = share.longest_context(num_frames)
+            longest = footprint.longest_context(num_frames)
             assert longest is not None
-            assert share.frames(longest) <= num_frames < share.frames(longest + 1)
-    assert Share(1, (KVSpec(2, 1, 8, window=100),), 0, 0).longest_context(8) is None
-    assert share.num_frames(999) == 0
-    assert share.num_frames(1000 + 3 * share.frame_bytes) == 3
+            assert footprint.frames(longest) <= num_frames < footprint.frames(longest + 1)
+    assert Footprint(1, (KVSpec(2, 1, 8, window=100),), 0, 0).longest_context(8) is None
+    assert footprint.num_frames(999) == 0
+    assert footprint.num_frames(1000 + 3 * footprint.frame_bytes) == 3
 
 
 def test_the_speed_is_the_bandwidth_over_weights_and_kv():
-    share = Share(1, (KVSpec(1, 1, 8, dtype="float32"),), 10_000, 6_400)
-    assert share.tokens_per_s(6_400 + 64 * 100, 100) == pytest.approx(1)
-    assert share.tokens_per_s(6_400 + 3 * 64 * 100, 100, 3) == pytest.approx(3)
+    footprint = Footprint(1, (KVSpec(1, 1, 8, dtype="float32"),), 10_000, 6_400)
+    assert footprint.tokens_per_s(6_400 + 64 * 100, 100) == pytest.approx(1)
+    assert footprint.tokens_per_s(6_400 + 3 * 64 * 100, 100, 3) == pytest.approx(3)
 
 
 def test_a_given_size_of_weights_is_split_evenly():
     config = ModelConfig.load(BUNDLED)
-    share = share_of_config(config, config.specs(kv_dtype="int8"), 2, 1001)
-    assert (share.weight_bytes, share.read_bytes) == (501, 501)
-    assert share.specs[0].stored_dtype == "int8"
+    footprint = footprint_of_config(config, config.specs(kv_dtype="int8"), 2, 1001)
+    assert (footprint.weight_bytes, footprint.read_bytes) == (501, 501)
+    assert footprint.specs[0].stored_dtype == "int8"

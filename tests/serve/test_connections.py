@@ -16,7 +16,7 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'pagedkv[serve]'")
 
 from pagedkv.serve import connection  # noqa: E402
-from pagedkv.serve.connection import Connection, Watch  # noqa: E402
+from pagedkv.serve.connection import Connection, ConnectionTable  # noqa: E402
 from pagedkv.serve.gate import Gate, Rules  # noqa: E402
 
 HUGE = 2**24
@@ -24,13 +24,13 @@ HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 class Told:
-    """A server's own view. dropped: reasons. ended: how its answers ended. watch: its connections."""
+    """A server's own view. dropped: reasons. ended: how its answers ended. table: its connections."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
         self.ended: list[str] = []
         self.address: Any = None
-        self.watch: Any = None
+        self.table: Any = None
 
 
 async def answers(told: Told, path: str, receive: Any, send: Any) -> None:
@@ -58,23 +58,23 @@ async def serving(*, most: int = 100, send_s: float = 60) -> AsyncIterator[Told]
         await answers(told, scope["path"], receive, send)
         told.ended.append(scope["path"])
 
-    watch = told.watch = Watch(most, send_s, lambda reason: told.dropped.update([reason]))
+    table = told.table = ConnectionTable(most, send_s, lambda reason: told.dropped.update([reason]))
     gate: Any = Gate(app, Rules(None, None, 1000, 1000), lambda _: None)
-    made: Any = partial(Connection, watch=watch)
+    made: Any = partial(Connection, table=table)
     config = uvicorn.Config(gate, http=made, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext
     with socket.create_server(("127.0.0.1", 0)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         told.address = sock.getsockname()
-        tasks = [asyncio.ensure_future(server.serve(sockets=[sock])), asyncio.ensure_future(watch.run())]
+        tasks = [asyncio.ensure_future(server.serve(sockets=[sock])), asyncio.ensure_future(table.run())]
         while not server.started:
             await asyncio.sleep(0.005)
         try:
             yield told
         finally:
             server.should_exit = True
-            watch.abort()
+            table.abort()
             await tasks[0]
             tasks[1].cancel()
 
@@ -244,8 +244,8 @@ def test_a_refused_client_that_stays_is_cut_off_and_too_many_at_once(monkeypatch
             assert b"200 OK" in await busy.readline()
             stay = [await client(told) for _ in range(3)]
             await until(lambda: told.dropped["full"] == 3)
-            assert len(told.watch.refused) == 2
-            await until(lambda: not told.watch.refused)
+            assert len(told.table.refused) == 2
+            await until(lambda: not told.table.refused)
             for _, writer in (*stay, (busy, endless)):
                 writer.close()
 

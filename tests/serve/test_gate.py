@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagedkv.serve.gate import PART, Gate, Rules, is_allowed
-from pagedkv.serve.keys import Keys
+from pagedkv.serve.keys import ApiKeys
 
 LOCAL = frozenset({"localhost"})
 
@@ -63,7 +63,7 @@ class Asked:
         return dict(self.messages[0]["headers"])
 
 
-def rules(keys: Keys | None = None, hosts: frozenset[str] | None = None, max_requests: int = 9) -> Rules:
+def rules(keys: ApiKeys | None = None, hosts: frozenset[str] | None = None, max_requests: int = 9) -> Rules:
     return Rules(keys, hosts, 1000, max_requests)
 
 
@@ -86,7 +86,7 @@ def test_a_page_under_another_name_of_this_machine_is_refused(host: str, allowed
 
 
 def test_a_key_brings_its_tenant_to_the_routes() -> None:
-    keys = Keys({sha256(key).digest(): tenant for key, tenant in ((b"a", b"acme"), (b"z", b"zebra"))})
+    keys = ApiKeys({sha256(key).digest(): tenant for key, tenant in ((b"a", b"acme"), (b"z", b"zebra"))})
     assert Asked(rules(keys), authorization="Bearer z").tenant == b"zebra"
     assert Asked(rules()).tenant == b"", "without keys all are one tenant"
     refused = Asked(rules(keys), authorization="Bearer y")
@@ -94,7 +94,7 @@ def test_a_key_brings_its_tenant_to_the_routes() -> None:
 
 
 def test_without_a_key_no_body_takes_a_place_on_any_path() -> None:
-    keys = Keys.of("secret")
+    keys = ApiKeys.of("secret")
     for path in ("/x", "/metrics", "/v1/completions"):
         assert Asked(rules(keys, max_requests=0), path=path).status == 401
     assert Asked(rules(keys, max_requests=0), path="/x", authorization="Bearer secret").status == 429

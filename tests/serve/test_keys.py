@@ -1,4 +1,4 @@
-"""Keys of a file: a tenant for each, and no error that shows one."""
+"""API keys of a file: a tenant for each, and no error that shows one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.serve.keys import Keys
+from pagedkv.serve.keys import ApiKeys
 
 
 def test_a_key_has_the_tenant_of_its_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(b"# of the year\n\nsesame acme\n  op\xc3\xa9n\tzebra  \r\n")
-    keys = Keys.read(path)
+    keys = ApiKeys.read(path)
     assert len(keys) == 2
     assert keys.tenant_of(b"Bearer sesame") == b"acme"
     assert keys.tenant_of(b"bearer  op\xc3\xa9n ") == b"zebra"
@@ -24,10 +24,10 @@ def test_a_key_has_the_tenant_of_its_line(tmp_path: Path) -> None:
 
 def test_blanks_around_the_only_key_do_not_count_and_a_key_is_one_word() -> None:
     """A secret that was made by `echo` ends in a new line."""
-    assert Keys.of(" secret\n").tenant_of(b"Bearer secret") == b""
+    assert ApiKeys.of(" secret\n").tenant_of(b"Bearer secret") == b""
     for key in ("", "  ", "two words"):
         with pytest.raises(InvalidRequest, match="the API key is empty or has blanks inside"):
-            Keys.of(key)
+            ApiKeys.of(key)
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ def test_a_bad_file_is_named_by_its_line_and_shows_no_key(tmp_path: Path, conten
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InvalidRequest, match=words) as refused:
-        Keys.read(path)
+        ApiKeys.read(path)
     assert "secret" not in str(refused.value)
