@@ -44,7 +44,7 @@ MOST_HEADS: Final = 256
 """Heads that one listing reads; the next listing goes on."""
 MOST_FAILURES: Final = 3
 """Heads that may fail in one listing before the store counts as down."""
-MOST_PLACES: Final = 1 << 20
+MOST_EXTENTS: Final = 1 << 20
 """Records of other processes that are remembered. The oldest are forgotten first."""
 
 
@@ -79,7 +79,9 @@ class ObjectTier(SharedTier):
         return super().max_stores
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
+    """The bytes of a record in an object."""
+
     path: str
     offset: int
     size: int
@@ -105,7 +107,7 @@ class ObjectClient:
             self._store = from_url(url, **options)
         except Exception as error:  # obstore raises classes of its own for what it cannot read
             raise InvalidRequest(f"url is {url!r} ({error}); give one such as s3://bucket/prefix") from None
-        self._places: dict[bytes, _Place] = {}
+        self._extents: dict[bytes, _Extent] = {}
         self._own: Counter[str] = Counter()  # records of each object of this process that were not deleted
         self._heads: set[str] = set()  # the objects whose heads were read, but for those that are not listed again
         self._undeleted: set[str] = set()  # empty objects that the store has not deleted yet
@@ -115,11 +117,11 @@ class ObjectClient:
     def find(self, names: Sequence[bytes]) -> list[bool]:
         """See Client.find."""
         self._learn(names)
-        return [name in self._places for name in names]
+        return [name in self._extents for name in names]
 
     def _learn(self, names: Sequence[bytes]) -> None:
         """List the store unless all of `names` are known."""
-        if not all(name in self._places for name in names):
+        if not all(name in self._extents for name in names):
             with self._listing:
                 self._list()
 
@@ -166,12 +168,12 @@ class ObjectClient:
         with self._changing:
             for at in range(count):
                 name = head[HEAD.size + at * KEY_BYTES :][:KEY_BYTES]
-                held = self._places.get(name)
-                if held is None or held.path not in self._own:  # the place of an own record is known better here
-                    self._places[name] = _Place(path, start + at * size, size)
-            for name in list(itertools.islice(self._places, max(0, len(self._places) - MOST_PLACES))):
-                if self._places[name].path not in self._own:
-                    del self._places[name]
+                held = self._extents.get(name)
+                if held is None or held.path not in self._own:  # the extent of an own record is known better here
+                    self._extents[name] = _Extent(path, start + at * size, size)
+            for name in list(itertools.islice(self._extents, max(0, len(self._extents) - MOST_EXTENTS))):
+                if self._extents[name].path not in self._own:
+                    del self._extents[name]
 
     def _get(self, path: str, start: int, length: int) -> Any:
         return self._obstore.get_range(self._store, path, start=start, length=length)
@@ -182,26 +184,26 @@ class ObjectClient:
         return [self._record(name) for name in names]
 
     def _record(self, name: bytes) -> Record | None:
-        place = self._places.get(name)
-        if place is None:
+        extent = self._extents.get(name)
+        if extent is None:
             return None
         try:
-            record = memoryview(self._get(place.path, place.offset, place.size))
+            record = memoryview(self._get(extent.path, extent.offset, extent.size))
         except FileNotFoundError:  # its process has evicted it
-            self._forget(name, place)
+            self._forget(name, extent)
             return None
         except Exception:
-            if self._obstore.head(self._store, place.path)["size"] >= place.offset + place.size:
+            if self._obstore.head(self._store, extent.path)["size"] >= extent.offset + extent.size:
                 raise  # the store failed, and not the object
             record = memoryview(b"")
-        if len(record) < place.size:  # the object is shorter than its head says: a damaged record
-            self._forget(name, place)
+        if len(record) < extent.size:  # the object is shorter than its head says: a damaged record
+            self._forget(name, extent)
         return record
 
-    def _forget(self, name: bytes, place: _Place) -> None:
+    def _forget(self, name: bytes, extent: _Extent) -> None:
         with self._changing:
-            if self._places.get(name) == place:
-                del self._places[name]
+            if self._extents.get(name) == extent:
+                del self._extents[name]
 
     def put(self, names: Sequence[bytes], records: Sequence[tuple[bytes, Bytes]]) -> list[str]:
         """See Client.put."""
@@ -223,17 +225,17 @@ class ObjectClient:
             self._heads.add(path)
             self._own[path] = len(names)
             for at, name in enumerate(names):
-                self._places[name] = _Place(path, len(head) + at * size, size)
+                self._extents[name] = _Extent(path, len(head) + at * size, size)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See Client.delete. Records of other processes are only forgotten here. A failed deletion is tried again."""
         with self._changing:
-            for place in filter(None, (self._places.pop(name, None) for name in names)):
-                if place.path in self._own:
-                    self._own[place.path] -= 1
-                    if not self._own[place.path]:
-                        del self._own[place.path]
-                        self._undeleted.add(place.path)
+            for extent in filter(None, (self._extents.pop(name, None) for name in names)):
+                if extent.path in self._own:
+                    self._own[extent.path] -= 1
+                    if not self._own[extent.path]:
+                        del self._own[extent.path]
+                        self._undeleted.add(extent.path)
             empty = list(self._undeleted)
         for path in empty:
             with contextlib.suppress(FileNotFoundError):

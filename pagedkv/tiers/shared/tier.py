@@ -36,7 +36,7 @@ from pagedkv.tiers.slots import CANCELLED, CHANGED, CORRUPT, GONE, Move, SlotTie
 from pagedkv.tiers.tier import CLOSING, Key, Result
 
 ASKED_AT_ONCE: Final = 128
-"""Names in one question. A prompt is asked for from its start, so a question without an answer ends the lookup."""
+"""Names in one query. A prompt is asked for from its start, so a query without an answer ends the lookup."""
 
 
 class SharedTier(SlotTier):
@@ -204,39 +204,39 @@ class _Asker:
     """A thread that asks the store, so that the owner of the cache waits no longer than it wants to."""
 
     def __init__(self, records: Records) -> None:
-        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
-        self._last: _Question | None = None
+        self._queries: SimpleQueue[_Query | None] = SimpleQueue()
+        self._last: _Query | None = None
         self._thread = threading.Thread(
-            target=_answer, args=(records, self._questions), name="pagedkv asker", daemon=True
+            target=_answer, args=(records, self._queries), name="pagedkv asker", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._questions.put, None)  # also of a tier that is not closed
+        weakref.finalize(self, self._queries.put, None)  # also of a tier that is not closed
 
     def ask(self, names: list[bytes], seconds: float) -> list[bool]:
         """Return whether the store has each page; [] if it does not answer in time, or has not answered before."""
         if seconds <= 0 or (self._last is not None and not self._last.is_answered.is_set()):
             return []
-        question = _Question(names)
-        self._questions.put(question)
-        self._last = question  # now: an interrupt must not leave a question here that is not put
+        query = _Query(names)
+        self._queries.put(query)
+        self._last = query  # now: an interrupt must not leave a query here that is not put
         return self._last.answer if self._last.is_answered.wait(seconds) else []
 
     def close(self) -> bool:
-        """Stop the thread after its question. Return whether it has ended."""
-        self._questions.put(None)
+        """Stop the thread after its query. Return whether it has ended."""
+        self._queries.put(None)
         self._thread.join(CLOSING)
         return not self._thread.is_alive()
 
 
-class _Question:
+class _Query:
     def __init__(self, names: list[bytes]) -> None:
         self.names, self.answer, self.is_answered = names, list[bool](), threading.Event()
 
 
-def _answer(records: Records, questions: SimpleQueue[_Question | None]) -> None:
-    while (question := questions.get()) is not None:
+def _answer(records: Records, queries: SimpleQueue[_Query | None]) -> None:
+    while (query := queries.get()) is not None:
         try:
-            question.answer = records.find(question.names)
+            query.answer = records.find(query.names)
         except Exception:  # a store that cannot be asked has nothing
-            question.answer = []
-        question.is_answered.set()
+            query.answer = []
+        query.is_answered.set()

@@ -37,7 +37,7 @@ from pagedkv.tiers.checksum import SUM_BYTES, checksum, require_secret
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import CANCELLED, CORRUPT, GONE
 from pagedkv.tiers.tier import CLOSING, Job, Key, Op, Prompt, Result, Tier, TierStats
-from pagedkv.tiers.transfer.conversation import EXITING, Conversation, afresh, seconds_of
+from pagedkv.tiers.transfer.channel import EXITING, Channel, afresh, seconds_of
 from pagedkv.tiers.transfer.link import Link, LinkDown
 from pagedkv.tiers.transfer.messages import (
     MOST_ASKED,
@@ -121,7 +121,7 @@ class RemotePrefill(Tier):
         self.max_prompts: int = whole(max_prompts, "max_prompts", 1, MOST_ASKS // 2 + 1)
         self._timeout = seconds_of(timeout)
         self.patience: float | None = seconds_of(patience, "patience")
-        self._conversation = Conversation("remote prefill", link, self, listens=False, timeout=self._timeout)
+        self._channel = Channel("remote prefill", link, self, listens=False, timeout=self._timeout)
         self._lock = threading.RLock()  # of what follows, but for the rows
         self._numbers, self._ask_numbers = itertools.cycle(range(NUMBERS)), itertools.count(1)
         self._asks: OrderedDict[int, _Ask] = OrderedDict()
@@ -145,17 +145,17 @@ class RemotePrefill(Tier):
         self._pool, self._fingerprint = pool, fingerprint
         self._window = self._most_unsaid = max(1, self._window_bytes // pool.frame_bytes)
         self._rows = Rows(pool, self._window)
-        self._at_exit = weakref.finalize(self, self._conversation.close, EXITING)
-        self._conversation.start()
+        self._at_exit = weakref.finalize(self, self._channel.close, EXITING)
+        self._channel.start()
 
     @property
     def is_connected(self) -> bool:
         """Whether the other side is there now."""
-        return self._conversation.is_open
+        return self._channel.is_open
 
     def wait(self, timeout: float) -> bool:
         """Wait until the other side is there, at most `timeout` seconds. Return `is_connected`."""
-        return self._conversation.wait(timeout)
+        return self._channel.wait(timeout)
 
     def expect(self, prompt: Prompt) -> bool:
         """See Tier.expect: ask the other side to compute a prompt, if that is worth it."""
@@ -204,7 +204,7 @@ class RemotePrefill(Tier):
             if self._rows.frames is not self._pool.frames:  # the pool was resized, while nothing was under way
                 self._rows = Rows(self._pool, self._window)
                 if self._link.has_fixed_memory:
-                    self._conversation.cut()
+                    self._channel.cut()
             wants = [
                 _Want(next(self._numbers), job, key, int(frame), self._names.get(key.name, 0))
                 for key, frame in zip(keys, frames, strict=True)
@@ -216,7 +216,7 @@ class RemotePrefill(Tier):
                 self._jobs[job] = len(wants)
                 self._waiting.extend(wants)
                 self._wants |= {want.number: want for want in wants}
-        self._conversation.wake()
+        self._channel.wake()
         return job
 
     def poll(self) -> list[Result]:
@@ -268,7 +268,7 @@ class RemotePrefill(Tier):
         with afresh(self._lock):
             self._names.clear()
             self._fingerprint = os.urandom(len(self._fingerprint))
-        self._conversation.cut()
+        self._channel.cut()
 
     def stats(self) -> TierStats:
         """See Tier.stats."""
@@ -280,14 +280,14 @@ class RemotePrefill(Tier):
             self._link.close()
         else:
             afresh(self._lock)
-            self._conversation.close(timeout)
+            self._channel.close(timeout)
             self._at_exit.detach()  # it holds the pool
 
     # -- under the lock ------------------------------------------------------------------------------------------------
 
     def _say(self, field: str, what: Any) -> None:
         self._unsaid.setdefault(field, []).append(what)
-        self._conversation.wake()
+        self._channel.wake()
 
     def _sizes(self) -> list[int]:
         """Return the sizes of the prompts under way there."""
@@ -307,7 +307,7 @@ class RemotePrefill(Tier):
             if self._names.get(name) == number:
                 del self._names[name]
 
-    # -- the threads of the conversation -------------------------------------------------------------------------------
+    # -- the threads of the channel ------------------------------------------------------------------------------------
 
     def memory(self) -> torch.Tensor:
         """See Side.memory."""
@@ -366,7 +366,7 @@ class RemotePrefill(Tier):
                     if not is_computed:
                         self._forget_ask(number)
         if self._waiting:
-            self._conversation.wake()
+            self._channel.wake()
 
     def _accept(self, number: int, total: str, now: float) -> _Want | None:
         """Return the want of an offer, whose bytes are going to be read; None if it was dropped or has no page."""
@@ -411,7 +411,7 @@ class RemotePrefill(Tier):
                     self._settle(done)
                     done.clear()
         except Exception:  # the keeper's calls fail, too
-            self._conversation.cut()
+            self._channel.cut()
             while (read := self._reads.get()) is not None:  # no frame is given back that is still written
                 with suppress(Exception):
                     self._link.finish(read[0], self._timeout)
@@ -443,4 +443,4 @@ class RemotePrefill(Tier):
                 self._end(want, "" if is_whole else CORRUPT)
             is_due = len(credits) >= self._most_unsaid or bool(self._waiting) or not self._wants
         if is_due:
-            self._conversation.wake()
+            self._channel.wake()

@@ -38,7 +38,7 @@ from pagedkv.tiers.checksum import checksum, require_secret
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import GONE
 from pagedkv.tiers.tier import CLOSING, KEY_BYTES, Job, Key, Op, Result, Tier, TierStats
-from pagedkv.tiers.transfer.conversation import EXITING, Conversation, afresh, seconds_of
+from pagedkv.tiers.transfer.channel import EXITING, Channel, afresh, seconds_of
 from pagedkv.tiers.transfer.link import Link, LinkDown
 from pagedkv.tiers.transfer.messages import (
     MOST_ASKED,
@@ -107,7 +107,7 @@ class PrefillServer(Tier):
         require_secret(key)
         self._link, self._key, self._window_bytes = link, key, parse_bytes(window)
         self._timeout = seconds_of(timeout)
-        self._conversation = Conversation("prefill server", link, self, listens=True, timeout=self._timeout)
+        self._channel = Channel("prefill server", link, self, listens=True, timeout=self._timeout)
         self._lock = threading.RLock()  # of what follows
         self._pages: dict[bytes, _Page] = {}  # by name
         self._names: dict[int, bytes] = {}  # by frame
@@ -134,13 +134,13 @@ class PrefillServer(Tier):
         self._most = max(1, self._window_bytes // pool.frame_bytes)
         self._at_once = max(1, AT_ONCE // pool.frame_bytes)
         self._rows = Rows(pool.now(), self._most)
-        self._at_exit = weakref.finalize(self, self._conversation.close, EXITING)
-        self._conversation.start()
+        self._at_exit = weakref.finalize(self, self._channel.close, EXITING)
+        self._channel.start()
 
     @property
     def is_connected(self) -> bool:
         """Whether the other side is there now."""
-        return self._conversation.is_open
+        return self._channel.is_open
 
     def take(self, timeout: float = 0.0) -> list[AskedPrompt]:
         """Return the prompts that were asked for since the last call, waiting at most `timeout` seconds for the first.
@@ -163,7 +163,7 @@ class PrefillServer(Tier):
                 return  # of another connection, or not wanted any more
             self._ends.append((prompt.number, is_computed))
             self._end_ask(prompt)
-        self._conversation.wake()
+        self._channel.wake()
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """See Tier.lookup. There is nothing but what the pool has."""
@@ -188,7 +188,7 @@ class PrefillServer(Tier):
                 self._ended.append(Result(job.number, key, op is Op.STORE, "" if op is Op.STORE else GONE))
             has_ready = bool(self._ready)
         if has_ready:
-            self._conversation.wake()
+            self._channel.wake()
         return job
 
     def poll(self) -> list[Result]:
@@ -205,7 +205,7 @@ class PrefillServer(Tier):
         with afresh(self._lock):
             self._pages, self._names = {}, {}
             self._fingerprint = os.urandom(len(self._fingerprint))
-        self._conversation.cut()
+        self._channel.cut()
 
     def stats(self) -> TierStats:
         """See Tier.stats. stored: the pages that were offered to the other side."""
@@ -219,7 +219,7 @@ class PrefillServer(Tier):
             self._link.close()
         else:
             afresh(self._lock)
-            self._conversation.close(timeout)
+            self._channel.close(timeout)
             self._at_exit.detach()  # it holds the pool
 
     # -- under the lock ------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class PrefillServer(Tier):
         self._pages, self._names = {}, {}
         self._rows = Rows(self._pool.now(), self._most)
         if self._link.has_fixed_memory:
-            self._conversation.cut()
+            self._channel.cut()
 
     def _note(self, name: bytes, page: _Page) -> None:
         """Note the place of a page, and let the wants be answered that wait for it."""
@@ -271,7 +271,7 @@ class PrefillServer(Tier):
             return False
         return is_held and self._pool.frames is rows.frames
 
-    # -- the threads of the conversation -------------------------------------------------------------------------------
+    # -- the threads of the channel ------------------------------------------------------------------------------------
 
     def memory(self) -> torch.Tensor:
         """See Side.memory."""
@@ -309,7 +309,7 @@ class PrefillServer(Tier):
                 if (dropped := self._wants.pop(number, None)) is not None:
                     self._unpark(dropped)
                     self._ready.pop(number, None)
-        self._conversation.wake()
+        self._channel.wake()
 
     def _hear_ask(self, prompt: AskedPrompt) -> None:
         require_numbers(prompt.number)

@@ -140,7 +140,7 @@ def test_a_side_that_is_closed_while_it_connects_leaves_no_thread() -> None:
     assert opened.wait(5)
     tier.close(0.1)
     may_go_on.set()
-    assert holds(lambda: not tier._conversation._keeper.is_alive(), 3)
+    assert holds(lambda: not tier._channel._keeper.is_alive(), 3)
     liar.close()
     cache.tiers.close()
 

@@ -1,4 +1,4 @@
-"""Conversation: one side of a transfer while it lives. It connects, speaks and hears until it is closed.
+"""Channel: the connection of one side of a transfer. If it ends it is opened again, until the channel is closed.
 
     keeper thread    open ─▶ hear, hear, hear ... ─▶ cut ─▶ `lost` ─▶ a moment later, open again
     speaker thread   what is due, as soon as there is something; else a sign of life, BEATS times in `timeout`
@@ -38,7 +38,7 @@ AGAIN: Final = 0.25
 REFUSED: Final = 2.0
 """Seconds until a guest comes again that was refused."""
 EXITING: Final = 2.0
-"""Seconds that the end of a process waits for a conversation that was not closed."""
+"""Seconds that the end of a process waits for a channel that was not closed."""
 GOODBYE: Final = 1.0
 """Seconds in which a side that ends says so."""
 CONNECT: Final = 5.0
@@ -46,7 +46,7 @@ CONNECT: Final = 5.0
 
 
 class Side(Protocol):
-    """One side of a transfer: its messages. The methods are called by the threads of the conversation."""
+    """One side of a transfer: its messages. The methods are called by the threads of the channel."""
 
     def memory(self) -> torch.Tensor:
         """Return uint8 [n, frame_bytes]: where frames are offered from or read into."""
@@ -67,8 +67,8 @@ class Side(Protocol):
         """End everything that was under way: the connection has ended, and no byte is written any more."""
 
 
-class Conversation:
-    """The threads of one side. timeout: seconds of silence after which the other side counts as dead."""
+class Channel:
+    """The threads of a channel. timeout: seconds of silence after which the other side counts as dead."""
 
     def __init__(self, name: str, link: Link, side: Side, *, listens: bool, timeout: float) -> None:
         self._name, self._link, self._side, self._listens, self._timeout = name, link, side, listens, timeout
@@ -105,7 +105,7 @@ class Conversation:
         self._link.cut()
 
     def close(self, timeout: float) -> bool:
-        """End the conversation, and wait for its threads. Return whether they have ended."""
+        """Say goodbye, and wait for the threads to end. Return whether they have ended."""
         self._is_closed = True
         self._ending.put(None)
         self.wake()
