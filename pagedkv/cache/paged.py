@@ -62,7 +62,7 @@ from pagedkv.tiers.write_back import WriteBack
 
 _LOG = logging.getLogger(__name__)
 
-Bound = TypeVar("Bound", BoundAttention, BoundWrite)
+BoundCall = TypeVar("BoundCall", BoundAttention, BoundWrite)
 
 
 class PagedKVCache(Unique):
@@ -180,7 +180,7 @@ class PagedKVCache(Unique):
         dtype = quant.DTYPES[self.spec.dtype]
         return gather_kv(self[layer], batch[layer], first, dtype=dtype, backend=self.backend)
 
-    def _follow(self, layer: int, call: Bound) -> Bound:
+    def _follow(self, layer: int, call: BoundCall) -> BoundCall:
         self._bound[call] = layer  # until `call` is collected
         return call
 

@@ -67,7 +67,7 @@ A layer is called with few options: beyond this number all are dropped.
 _extension: Final[Any] = cpu._cpu if cpu.OBSERVERS else None
 
 
-class _Bound:
+class _BoundCall:
     """A layer and what else is fixed, a binding of the extension to them, and the kernel for each kind of call.
 
     _rest:  the options, or the rotary tables
@@ -102,7 +102,7 @@ class _Bound:
         Raises: as when the call was bound
         """
         new = type(self)(layer, self._rest, self._backend)
-        return [(self, name, getattr(new, name)) for name in _Bound.__slots__[1:]]
+        return [(self, name, getattr(new, name)) for name in _BoundCall.__slots__[1:]]
 
     def rebind(self, layer: KVLayer) -> None:
         """Serve `layer` from now on, with the same options.
@@ -160,7 +160,7 @@ def _attention_call(*fields: Any) -> AttentionCall:
     return call if fields[-1] is not None else call._replace(lse=call.q.new_empty(call.q.shape[:2], dtype=float32))
 
 
-class BoundAttention(_Bound):
+class BoundAttention(_BoundCall):
     """`paged_attention` of one layer with fixed options: the result of `bind_attention`.
 
     A call may say which sequences of its batch are causal: causal bool [>= B]; None: as when the call was bound.
@@ -248,7 +248,7 @@ class BoundAttention(_Bound):
         return attend_padded(attend, q, out, batch.cu_seqlens_q, batch.slots)
 
 
-class BoundWrite(_Bound):
+class BoundWrite(_BoundCall):
     """`write_kv` into one layer: the result of `bind_write`.
 
     A call checks k, v, slots and positions: dtype, shape, strides, device. Values are checked with

@@ -50,7 +50,7 @@ class _Group(NamedTuple):
     causal: Tensor
 
 
-class _Keys(NamedTuple):
+class _KV(NamedTuple):
     """Keys and values of a group by position: k [b, K, n, D], v [b, K, n, Dv], 0 where `present` [b, n] is False."""
 
     k: Tensor
@@ -72,11 +72,11 @@ def paged_attention(call: AttentionCall) -> None:
         checks.table_values(call)
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     for group in _groups(call):
-        keys = _gather(call, group, dtype)
+        kv = _gather(call, group, dtype)
         b, m = group.queries.shape
-        at_once = max(1, SCORES_AT_ONCE // max(1, b * call.q.shape[1] * keys.present.shape[1]))
+        at_once = max(1, SCORES_AT_ONCE // max(1, b * call.q.shape[1] * kv.present.shape[1]))
         for first in range(0, m, at_once):
-            out, lse = _attend(call, group, keys, slice(first, first + at_once))
+            out, lse = _attend(call, group, kv, slice(first, first + at_once))
             call.out[group.queries[:, first : first + at_once]] = out.to(call.out.dtype)
             call.lse[group.queries[:, first : first + at_once]] = lse.to(torch.float32)
 
@@ -105,7 +105,7 @@ def _group(call: AttentionCall, members: list[int], m: int) -> _Group:
     return _Group(queries, call.seq_lens[index].long(), rows, causal)
 
 
-def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _Keys:
+def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _KV:
     """The keys and values of `group`, reading exactly the slots that hold its tokens."""
     S = call.k.shape[1]
     t = torch.arange(int(group.lens.max()), device=call.q.device)
@@ -128,7 +128,7 @@ def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _Keys:
         filled.transpose(1, 2)[b, position] = values
         return filled
 
-    return _Keys(padded(call.k, call.k_scale), padded(call.v, call.v_scale), present)
+    return _KV(padded(call.k, call.k_scale), padded(call.v, call.v_scale), present)
 
 
 def _read(pool: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
@@ -137,18 +137,18 @@ def _read(pool: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
     return pool[at]
 
 
-def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Out [b, m, H, Dv] and lse [b, m, H] of the queries in `chunk`, in the dtype of `keys`."""
+def _attend(call: AttentionCall, group: _Group, kv: _KV, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Out [b, m, H, Dv] and lse [b, m, H] of the queries in `chunk`, in the dtype of `kv`."""
     rows = group.queries[:, chunk]
     b, m = rows.shape
-    H, K, n = call.q.shape[1], call.k.shape[2], keys.present.shape[1]
-    q = call.q[rows].to(keys.k.dtype) * call.scale  # [b, m, H, D]
+    H, K, n = call.q.shape[1], call.k.shape[2], kv.present.shape[1]
+    q = call.q[rows].to(kv.k.dtype) * call.scale  # [b, m, H, D]
     q = q.view(b, m, K, H // K, -1).permute(0, 2, 3, 1, 4).reshape(b, K, H // K * m, -1)
     step = call.split_tokens or max(n, 1)
     state: tuple[Tensor, Tensor] | None = None
     for first in range(0, max(n, 1), step):
         span = slice(first, first + step)
-        part = _Keys(keys.k[:, :, span], keys.v[:, :, span], keys.present[:, span])
+        part = _KV(kv.k[:, :, span], kv.v[:, :, span], kv.present[:, span])
         scores = (q @ part.k.transpose(-1, -2)).view(b, K, H // K, m, -1)
         visible, distance = _visible(call, group, part.present, (chunk, first))
         visible = visible[:, None, None]

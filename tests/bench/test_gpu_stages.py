@@ -23,7 +23,7 @@ from pagedkv.bench.gpu import attention, environment, host, pool, prefill, race,
 from pagedkv.bench.gpu.inside import profile, stamps
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import compiler
-from pagedkv.kernels.cuda.specialisation import CLASSES, Keys, specialise
+from pagedkv.kernels.cuda.specialisation import CLASSES, KeyLayout, specialise
 
 TINY = replace(attention.BASE, batch=3, context=50, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
 
@@ -263,7 +263,7 @@ def test_kernels_have_stamps_only_where_they_are_asked_for(monkeypatch: pytest.M
         _cuda=types.SimpleNamespace(moduleLoadData=lambda cubin: loaded.append(cubin) or len(loaded)), _functions={1: 2}
     )
     monkeypatch.setattr("pagedkv.kernels.cuda.driver.driver_of", lambda device: driver)
-    keys = Keys(page_runs=2)
+    keys = KeyLayout(page_runs=2)
     kernel = specialise((1, 1), (64, 64), CLASSES[0], keys, compiler.ARCHITECTURES["sm_90"])
     with stamps.stamped() as modules:
         assert not driver._functions

@@ -75,9 +75,9 @@ def every() -> Iterator[Count]:
 def cuda_kernel(kv: str, kind: str) -> AttentionSpecialisation:
     """Return the kernel that `cuda` counts."""
     from pagedkv.kernels.cuda import compiler
-    from pagedkv.kernels.cuda.specialisation import CLASSES, Keys, specialise
+    from pagedkv.kernels.cuda.specialisation import CLASSES, KeyLayout, specialise
 
-    keys, kinds = Keys(token_scales=int(kv != "bfloat16"), page_runs=2), (KINDS["bfloat16"], KINDS[kv])
+    keys, kinds = KeyLayout(token_scales=int(kv != "bfloat16"), page_runs=2), (KINDS["bfloat16"], KINDS[kv])
     return specialise(kinds, (DIM, DIM), CLASSES[0 if kind == "decode" else -1], keys, compiler.ARCHITECTURES[ARCH])
 
 

@@ -25,7 +25,7 @@ from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer
 from pagedkv.kernels.cuda.specialisation import (
     CLASSES,
     AttentionSpecialisation,
-    Keys,
+    KeyLayout,
     RowClass,
     Specialisation,
     specialise,
@@ -205,7 +205,7 @@ def launches_of(call: AttentionCall, machine: Machine) -> tuple[Launch, ...]:
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     copy, scales = _copy_bytes(call), (call.k_scale, call.v_scale)
     token_scales, v_in_k = any(scale is not None and scale.dim() for scale in scales), is_v_in_k(call.k, call.v)
-    keys = Keys(copy, int(token_scales), int(v_in_k), _page_runs(call))
+    keys = KeyLayout(copy, int(token_scales), int(v_in_k), _page_runs(call))
     rows = call.max_seqlen_q * group
     return tuple(
         _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)

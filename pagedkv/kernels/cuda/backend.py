@@ -58,7 +58,7 @@ def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
     if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in KINDS or case.head_dim is None:
         return []
     kinds = (KINDS[case.dtype], KINDS[case.kv_dtype])
-    keys = specialisation.Keys(
+    keys = specialisation.KeyLayout(
         token_scales=int("token_head_scale" in case.features), v_in_k=1
     )  # V in K needs the least memory
     try:

@@ -29,7 +29,7 @@ def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
     return 1 if max(dims) <= 256 else 4
 
 
-class Keys(NamedTuple):
+class KeyLayout(NamedTuple):
     """The layout of a call's keys, and the way they are copied.
 
     copy: bytes of one copy. The other fields are macros of csrc/cuda/specialisation.cuh.
@@ -147,7 +147,7 @@ RESERVED: Final = 1024
 
 @lru_cache(maxsize=1024)
 def specialise(
-    kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: Keys, shared: tuple[int, int]
+    kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: KeyLayout, shared: tuple[int, int]
 ) -> AttentionSpecialisation:
     """Return the specialisation of attention for (Q, KV) kinds and (D, Dv). shared: its bytes per CTA and per SM.
 
@@ -299,7 +299,7 @@ def common(shared: tuple[int, int]) -> list[Specialisation]:
     for q, kv, dim in _COMMON:
         kinds, scaled = (KINDS[q], KINDS[kv]), int(q != kv)
         found += [
-            specialise(kinds, (dim, dim), row_class, Keys(token_scales=scaled, page_runs=2), shared)
+            specialise(kinds, (dim, dim), row_class, KeyLayout(token_scales=scaled, page_runs=2), shared)
             for row_class in CLASSES
         ]
         found += [

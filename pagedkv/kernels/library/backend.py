@@ -39,7 +39,7 @@ from torch import Tensor
 from pagedkv.kernels import checks, registry
 from pagedkv.kernels.args import GatherCall, GatherSource
 from pagedkv.kernels.case import attention_case, copy_case, gather_case, merge_case, write_case
-from pagedkv.kernels.library.products import State, products_of
+from pagedkv.kernels.library.products import AttentionState, products_of
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, WriteCall
@@ -131,7 +131,7 @@ def _present(call: AttentionCall, prefix: int | None = None) -> Present:
     return Present(table.gather(1, order), lens, torch.zeros_like(lens), doubtful.int())
 
 
-def _store(call: AttentionCall, states: list[State], found: Present) -> None:
+def _store(call: AttentionCall, states: list[AttentionState], found: Present) -> None:
     """Store the state over the keys of one or two states, 0 and -inf for a sequence without keys.
 
     Modifies: call.out, call.lse; found.doubtful, where a result is NaN or one of two states is not finite
@@ -173,7 +173,7 @@ def _gathered(call: AttentionCall, found: Present) -> tuple[Tensor, Tensor, Tens
     return k, v, narrow
 
 
-def _on_gpu(call: AttentionCall) -> tuple[Present, list[State]]:
+def _on_gpu(call: AttentionCall) -> tuple[Present, list[AttentionState]]:
     """Return what is there of each sequence, and the states of its new tokens. Rows past the last sequence hold
     anything."""
     if _reads_pages(call):
@@ -207,7 +207,7 @@ def _takes_pages() -> bool:
     return any(argument.name == "block_table" for argument in operator._schema.arguments)
 
 
-def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **pages: Tensor) -> State:
+def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **pages: Tensor) -> AttentionState:
     """Return the state of all new tokens by FlashAttention 2, or by what torch.nn.attention has activated.
 
     pages: lengths and page table, where k and v are the pool.
@@ -219,10 +219,10 @@ def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **p
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         call.q, k, v, call.cu_seqlens_q, starts, *bounds, 0.0, True, False, scale=call.scale, **pages
     )
-    return State(out.unsqueeze(0), lse.t().unsqueeze(0))
+    return AttentionState(out.unsqueeze(0), lse.t().unsqueeze(0))
 
 
-def _on_cpu(call: AttentionCall) -> tuple[Present, list[State]]:
+def _on_cpu(call: AttentionCall) -> tuple[Present, list[AttentionState]]:
     """Compute as `_on_gpu` does, one sequence after another."""
     found = _present(call)
     k, v, starts = _gathered(call, found)
@@ -240,7 +240,7 @@ def _on_cpu(call: AttentionCall) -> tuple[Present, list[State]]:
             *(x.transpose(0, 1).unsqueeze(0) for x in qkv), 0.0, False, attn_mask=mask, scale=call.scale
         )
         out[rows], lse[rows] = (x.squeeze(0).transpose(0, 1) for x in one)
-    return found, [State(out.unsqueeze(0), lse.unsqueeze(0))]
+    return found, [AttentionState(out.unsqueeze(0), lse.unsqueeze(0))]
 
 
 def _repair(call: AttentionCall, doubtful: Tensor) -> None:

@@ -36,7 +36,7 @@ LEAST_PREFIX: Final = 1024
 """Keys before the new tokens from which they have a product of their own."""
 
 
-class State(NamedTuple):
+class AttentionState(NamedTuple):
     """Attention over some of the keys: out [X, N, H, D] and lse float32 [X, N, H], any strides.
 
     Row t % N of part t // N is token t.
@@ -73,7 +73,7 @@ class Products(NamedTuple):
         rows = (self.prefix - self.before, rounded_up(self.M))
         return _operands(self.queries, self.k, self.v, rows, (0, self.before))
 
-    def states(self, scale: float) -> list[State]:
+    def states(self, scale: float) -> list[AttentionState]:
         """Return one state, or two, of the new tokens."""
         offset = self.prefix - self.before
         states = [_state(*self.square(), True, scale, offset, self.M)]
@@ -144,10 +144,10 @@ def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-def _state(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: int, rows: int) -> State:
+def _state(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: int, rows: int) -> AttentionState:
     """Return the state of `rows` queries of each sequence, from `first` on, by cuDNN."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
     lse = lse.reshape(q.shape[:3]).transpose(1, 2)
-    return State(out.transpose(1, 2).narrow(1, first, rows), lse.narrow(1, first, rows))
+    return AttentionState(out.transpose(1, 2).narrow(1, first, rows), lse.narrow(1, first, rows))

@@ -1,6 +1,6 @@
 """The linear operations of a decoder's step: `reference` defines them in torch, `cpu` has them in C++.
 
-A decode step reads every weight once for a few tokens, so memory is its limit. The C++ body reads weights at the speed
+A decode step reads every weight once for a few tokens, so memory is its limit. The C++ code reads weights at the speed
 of memory and fuses what lies between two of them: norms, biases, gates, residuals. For many tokens arithmetic is the
 limit, and torch's matrix products are used. Without AVX-512, torch has no fast products of 16 bits, so weights are
 widened to float32.
@@ -45,7 +45,7 @@ def choose(device: torch.device, dtype: torch.dtype, num_tokens: int, backend: s
         backend = debug.forced_backend() or registry.AUTO
     if backend in (registry.AUTO, "cpu"):
         if not cpu.objections(device, dtype, num_tokens):
-            return cpu.Body()
+            return cpu.Native()
         if cpu.widens(device, dtype, num_tokens):
             return cpu.Widened()
     return Operations()

@@ -56,7 +56,7 @@ def is_slow_in_torch(dtype: torch.dtype) -> bool:
 
 
 def state() -> tuple[Any, ...] | None:
-    """Return all that may change the choice of operations, and a Body: the environment's part of it, and torch's.
+    """Return all that may change the choice of operations, and a `Native`: the environment's part of it, and torch's.
 
     None without the extension.
     """
@@ -83,8 +83,8 @@ def is_transformed() -> bool:
     return bool(cpu.OBSERVERS) and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class Body(Operations):
-    """The operations on the instruction set and the threads of the moment at which it is made."""
+class Native(Operations):
+    """The operations in C++, on the instruction set and the threads of the moment at which it is made."""
 
     def __init__(self) -> None:
         self._x: Any = cpu.extension()

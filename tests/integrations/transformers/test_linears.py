@@ -32,13 +32,13 @@ def llama() -> Any:
 @pytest.fixture
 def rows(monkeypatch: Any) -> list[int]:
     """The rows of each call of our operation."""
-    found, computed = [], cpu.Body._linear
+    found, computed = [], cpu.Native._linear
 
     def noted(self: Any, mode: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         found.append(len(x))
         return computed(self, mode, x, *rest)
 
-    monkeypatch.setattr(cpu.Body, "_linear", noted)
+    monkeypatch.setattr(cpu.Native, "_linear", noted)
     return found
 
 

@@ -111,21 +111,21 @@ def decode_operations(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     from pagedkv.kernels.linear import cpu as operations
 
     tokens, k, n = sizes
-    body = operations.Body()
+    native = operations.Native()
     x, weights, bias = torch.randn(tokens, k).to(dtype), torch.randn(2 * n, k).to(dtype), torch.randn(2 * n).to(dtype)
     norm, residual, eps = torch.ones(k, dtype=dtype), torch.zeros(tokens, n, dtype=dtype), 1e-6
     wanted = Operations().norm_linear(x.double(), norm.double(), weights.double(), bias.double(), eps)
-    torch.testing.assert_close(body.norm_linear(x, norm, weights, bias, eps).double(), wanted, rtol=0.1, atol=0.5)
+    torch.testing.assert_close(native.norm_linear(x, norm, weights, bias, eps).double(), wanted, rtol=0.1, atol=0.5)
     for activation in ("silu", "gelu_tanh"):
-        body.norm_gate_up(x, norm, weights, bias, eps, activation)
+        native.norm_gate_up(x, norm, weights, bias, eps, activation)
     for out_norm in (None, torch.ones(n)):
-        body.linear_add(residual, x, weights[:n].clone(), bias[:n].clone(), out_norm, eps)
-    body.logits(x, norm, weights, eps)
+        native.linear_add(residual, x, weights[:n].clone(), bias[:n].clone(), out_norm, eps)
+    native.logits(x, norm, weights, eps)
     for kind in ("int8", "int4"):
         grouped = Matrix.quantised(torch.randn(n, 192), kind)
-        body.logits(torch.randn(tokens, 192).to(dtype), torch.randn(192).to(dtype), grouped, eps)
+        native.logits(torch.randn(tokens, 192).to(dtype), torch.randn(192).to(dtype), grouped, eps)
     angles = (torch.ones(tokens, k).to(dtype), torch.zeros(tokens, k).to(dtype))
-    body.norm_rotate(torch.randn(tokens, 8 * k).to(dtype), (2, 1), (torch.ones(2 * k), None), angles, eps)
+    native.norm_rotate(torch.randn(tokens, 8 * k).to(dtype), (2, 1), (torch.ones(2 * k), None), angles, eps)
 
 
 def grid() -> None:

@@ -18,7 +18,7 @@ from pagedkv.kernels.cuda.specialisation import (
     AttentionSpecialisation,
     CopySpecialisation,
     GatherSpecialisation,
-    Keys,
+    KeyLayout,
     MergeSpecialisation,
     RowClass,
     Specialisation,
@@ -82,7 +82,7 @@ def _nvrtc() -> None:
 def kernel_of(wish: Wish, arch: str, page_runs: int = 2) -> AttentionSpecialisation:
     q, kv, dims, row_class, scales = wish
     copy = 8 if kv == "int4" and dims[0] == 80 else 16
-    keys = Keys(copy, scales, int(dims == (576, 512)), page_runs=page_runs)
+    keys = KeyLayout(copy, scales, int(dims == (576, 512)), page_runs=page_runs)
     return specialise((KINDS[q], KINDS[kv]), dims, row_class, keys, ARCHITECTURES[arch])
 
 
@@ -274,7 +274,7 @@ def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(
     kind: tuple[str, str, int, int, int], arch: str
 ) -> None:
     q, kv, dim, scales, page_runs = kind
-    keys = Keys(token_scales=scales, page_runs=page_runs)
+    keys = KeyLayout(token_scales=scales, page_runs=page_runs)
     kernel = specialise((KINDS[q], KINDS[kv]), (dim, dim), CLASSES[0], keys, compiler.ARCHITECTURES[arch])
     cubin, log = compiled(kernel, arch)
     assert "0 bytes spill stores" in log

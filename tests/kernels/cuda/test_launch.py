@@ -13,7 +13,7 @@ from pagedkv.kernels import registry
 from pagedkv.kernels.args import AttentionCall
 from pagedkv.kernels.cuda import backend
 from pagedkv.kernels.cuda.attention import RECORD_WORDS
-from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, Keys, specialise
+from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, KeyLayout, specialise
 from tests.cases import Case, call_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.cuda.test_attention import check
@@ -175,7 +175,7 @@ def test_tickets_that_an_earlier_launch_left_count_for_nothing() -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (576, 512)])
 @pytest.mark.parametrize("shared", [H200, AD102])
 def test_specialisations_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_class: object) -> None:
-    kernel = specialise(BF16, dims, row_class, Keys(), shared)  # type: ignore[arg-type]
+    kernel = specialise(BF16, dims, row_class, KeyLayout(), shared)  # type: ignore[arg-type]
     assert kernel.shared_bytes <= shared[0]
     assert kernel.blocks * (kernel.shared_bytes + 1024) <= shared[1]
     assert kernel.stages >= 2
@@ -183,7 +183,7 @@ def test_specialisations_fit_the_sm(dims: tuple[int, int], shared: tuple[int, in
 
 def test_heads_that_fit_no_specialisation_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
-        specialise(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
+        specialise(BF16, (256, 256), CLASSES[0], KeyLayout(), (20000, 20000))
 
 
 def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call(

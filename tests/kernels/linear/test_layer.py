@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(bool(extension.missing()), reason="the C++ exten
 @pytest.fixture
 def calls(monkeypatch: Any) -> list[int]:
     """The rows of each call of our operation."""
-    found, computed = [], cpu.Body._linear
+    found, computed = [], cpu.Native._linear
 
     def noted(self: Any, mode: str, x: Tensor, *rest: Any) -> Tensor:
         found.append(len(x))
         return computed(self, mode, x, *rest)
 
-    monkeypatch.setattr(cpu.Body, "_linear", noted)
+    monkeypatch.setattr(cpu.Native, "_linear", noted)
     return found
 
 
@@ -216,7 +216,7 @@ def test_weights_that_compute_for_themselves_are_torchs(calls: list[int]) -> Non
 def test_a_change_of_the_environment_and_of_threads_acts_at_once(monkeypatch: Any) -> None:
     x, w, b = operands(2)
     made = []
-    monkeypatch.setattr(cpu.Body, "_linear", lambda self, _, x, *rest: made.append(self) or x @ w.T)
+    monkeypatch.setattr(cpu.Native, "_linear", lambda self, _, x, *rest: made.append(self) or x @ w.T)
     before = torch.get_num_threads()
     linear(x, w, b)
     try:

@@ -55,9 +55,9 @@ class Serving:
 
 
 @pytest.fixture
-def body(isa: str) -> cpu.Body:
+def native(isa: str) -> cpu.Native:
     """Return the operations in C++, which may leave no call to the definition."""
-    made = cpu.Body()
+    made = cpu.Native()
     made._x = Serving()
     return made
 
@@ -108,7 +108,7 @@ def rotated(operations: Any) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operations_are_those_of_the_definition(
-    body: cpu.Body, dtype: torch.dtype, has_bias: bool, norm_dtype: Any
+    native: cpu.Native, dtype: torch.dtype, has_bias: bool, norm_dtype: Any
 ) -> None:
     for tokens, k, n in SIZES:
         x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1, scale=k**-0.5)
@@ -117,20 +117,22 @@ def test_operations_are_those_of_the_definition(
         norm, out_norm = (
             None if in_dtype is None else 1.0 + numbers(size, dtype=in_dtype, seed=3, scale=0.1) for size in (k, n)
         )
-        compare(body.norm_linear, reference.norm_linear, x, norm, weights, bias, EPS, dtype=dtype)
+        compare(native.norm_linear, reference.norm_linear, x, norm, weights, bias, EPS, dtype=dtype)
         residual = numbers(tokens, n, dtype=dtype, seed=4)
-        compare(added(body), added(reference), residual, x, weights, bias, out_norm, EPS, dtype=dtype)
+        compare(added(native), added(reference), residual, x, weights, bias, out_norm, EPS, dtype=dtype)
         if norm is not None:
-            compare(body.logits, reference.logits, x, norm, weights, EPS, dtype=dtype)
+            compare(native.logits, reference.logits, x, norm, weights, EPS, dtype=dtype)
         if n % 2 == 0:
             for activation in ("silu", "gelu_tanh"):
                 args = (3 * x, norm, weights, bias, EPS, activation)
-                compare(body.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
+                compare(native.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_dtype", [None, "same", torch.float32], ids=str)
-def test_heads_are_normed_and_rotated_as_in_the_definition(body: cpu.Body, dtype: torch.dtype, norm_dtype: Any) -> None:
+def test_heads_are_normed_and_rotated_as_in_the_definition(
+    native: cpu.Native, dtype: torch.dtype, norm_dtype: Any
+) -> None:
     for tokens, heads, kv_heads, size in ((1, 16, 8, 128), (5, 4, 2, 24), (40, 4, 1, 256), (3, 2, 2, 2)):
         qkv = numbers(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
         turns = 6 * torch.rand(tokens, size // 2, generator=torch.Generator().manual_seed(0))
@@ -138,13 +140,13 @@ def test_heads_are_normed_and_rotated_as_in_the_definition(body: cpu.Body, dtype
         in_dtype = dtype if norm_dtype == "same" else norm_dtype
         norms = tuple(None if in_dtype is None else numbers(size, dtype=in_dtype, seed=seed) for seed in (1, 2))
         args = (qkv, (heads, kv_heads), norms, angles, EPS)
-        compare(rotated(body), rotated(reference), *args, dtype=dtype)
+        compare(rotated(native), rotated(reference), *args, dtype=dtype)
         values = (heads + kv_heads) * size
-        assert torch.equal(rotated(body)(*args)[:, values:], qkv[:, values:])
+        assert torch.equal(rotated(native)(*args)[:, values:], qkv[:, values:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_extreme_gates_are_finite(body: cpu.Body, dtype: torch.dtype) -> None:
+def test_extreme_gates_are_finite(native: cpu.Native, dtype: torch.dtype) -> None:
     """For a gate of +-x and an `up` of 1."""
     largest = torch.finfo(dtype).max
     for size in (0.0, 1e-4, 20.0, 80.0, 88.0, 100.0, 1000.0, 60_000.0, largest):
@@ -152,7 +154,7 @@ def test_extreme_gates_are_finite(body: cpu.Body, dtype: torch.dtype) -> None:
         weights = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=dtype)
         for activation in ("silu", "gelu_tanh"):
             args = (x, None, weights, None, EPS, activation)
-            found, wanted = body.norm_gate_up(*args), reference.norm_gate_up(*wide(args[:1]), None, *wide(args[2:]))
+            found, wanted = native.norm_gate_up(*args), reference.norm_gate_up(*wide(args[:1]), None, *wide(args[2:]))
             torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-3)
 
 
@@ -164,12 +166,12 @@ def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
     x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
     norm = numbers(k, dtype=dtype, seed=2)
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
-    one = cpu.Body()
+    one = cpu.Native()
     alone = [one.norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
     for threads in ("1", "2", "3"):
         monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
         for count in (2, 3, 4, 7, 11):
-            together = cpu.Body().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
+            together = cpu.Native().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
             assert torch.equal(together, torch.cat(alone[:count]))
 
 
@@ -183,22 +185,22 @@ def among_poison(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_beside_the_tensors_is_read_or_written(body: cpu.Body, dtype: torch.dtype) -> None:
+def test_nothing_beside_the_tensors_is_read_or_written(native: cpu.Native, dtype: torch.dtype) -> None:
     for tokens, k, n in SIZES:
         x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
         bias, norm = numbers(n, dtype=dtype, seed=2), numbers(k, dtype=dtype, seed=3)
-        wanted = body.norm_linear(x, norm, weights, bias, EPS)
+        wanted = native.norm_linear(x, norm, weights, bias, EPS)
         out = among_poison(torch.zeros(tokens, n, dtype=dtype))
         given = map(among_poison, (x, norm, weights, bias))
-        assert torch.equal(body.norm_linear(*given, EPS, out), wanted)
+        assert torch.equal(native.norm_linear(*given, EPS, out), wanted)
         around = out.as_strided((tokens + 2, n + 5), out.stride(), 0)
         assert int(around.isnan().sum()) == around.numel() - tokens * n
 
 
-def test_a_nan_stays_with_its_token(body: cpu.Body) -> None:
+def test_a_nan_stays_with_its_token(native: cpu.Native) -> None:
     x, weights = numbers(6, 64, dtype=torch.bfloat16), numbers(8, 64, dtype=torch.bfloat16, seed=1)
     x[4, 7] = float("nan")
-    found = body.norm_gate_up(x, numbers(64, dtype=torch.bfloat16), weights, None, EPS, "silu")
+    found = native.norm_gate_up(x, numbers(64, dtype=torch.bfloat16), weights, None, EPS, "silu")
     assert found[4].isnan().all()
     assert found[[0, 1, 2, 3, 5]].isfinite().all()
 
@@ -212,7 +214,7 @@ def test_any_size(tokens: int, k: int, n: int, dtype: torch.dtype, threads: str)
         patch.setenv("PAGEDKV_NUM_THREADS", threads)
         x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=k, scale=k**-0.5)
         norm = numbers(k, dtype=dtype, seed=n)
-        ours = cpu.Body().norm_linear(x, norm, weights, None, EPS)
+        ours = cpu.Native().norm_linear(x, norm, weights, None, EPS)
     exact = reference.norm_linear(*wide((x, norm, weights)), None, EPS)
     limit = 3e-6 if dtype == torch.float32 else 3e-2 if dtype == torch.bfloat16 else 4e-3
     # One result of n = 1 may be small by cancellation; its terms are not.
@@ -220,15 +222,15 @@ def test_any_size(tokens: int, k: int, n: int, dtype: torch.dtype, threads: str)
 
 
 def test_calls_that_cpp_refuses_are_answered_by_the_definition() -> None:
-    body, x, weights = cpu.Body(), numbers(3, 8, dtype=torch.float32), numbers(4, 8, dtype=torch.float32, seed=1)
+    native, x, weights = cpu.Native(), numbers(3, 8, dtype=torch.float32), numbers(4, 8, dtype=torch.float32, seed=1)
     columns = weights.T.contiguous().T  # rows are no runs
     torch.testing.assert_close(
-        body.norm_linear(x, None, columns, None, EPS), reference.norm_linear(x, None, weights, None, EPS)
+        native.norm_linear(x, None, columns, None, EPS), reference.norm_linear(x, None, weights, None, EPS)
     )
     with pytest.raises(RuntimeError, match=r"shapes|size"):  # torch has the words
-        body.norm_linear(x, None, weights[:, :5], None, EPS)
+        native.norm_linear(x, None, weights[:, :5], None, EPS)
     wrong = torch.zeros(2, 4)
-    assert body.norm_linear(x, None, weights, None, EPS, wrong).shape == (3, 4)
+    assert native.norm_linear(x, None, weights, None, EPS, wrong).shape == (3, 4)
     assert not wrong.any()
 
 
@@ -236,7 +238,7 @@ def test_the_choice_follows_device_dtype_tokens_and_the_named_kernel(monkeypatch
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
 
     def is_cpp(*given: Any) -> bool:
-        return isinstance(linear.choose(*given), cpu.Body)
+        return isinstance(linear.choose(*given), cpu.Native)
 
     assert is_cpp(CPU, torch.bfloat16, cpu.MOST_TOKENS)
     assert is_cpp(CPU, torch.bfloat16, 1, "cpu")
@@ -308,28 +310,28 @@ def test_results_may_lie_on_their_input() -> None:
     x, weights = numbers(3, 64, dtype=torch.float32), numbers(64, 64, dtype=torch.float32, seed=1)
     wanted = reference.norm_linear(x, None, weights, None, EPS)
     same = x.clone()
-    found = cpu.Body().norm_linear(same, None, weights, None, EPS, same)
+    found = cpu.Native().norm_linear(same, None, weights, None, EPS, same)
     assert found is not same
     torch.testing.assert_close(found, wanted)
-    cpu.Body().linear_add(same, same, weights, None, None, EPS)
+    cpu.Native().linear_add(same, same, weights, None, None, EPS)
     torch.testing.assert_close(same, x + wanted)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda body, x: body.linear_add(x[:1].expand(3, 8), x, torch.ones(8, 8), None, None, EPS),
-        lambda body, x: body.norm_rotate(x[:1].expand(3, 8), (2, 1), (None, None), (x[:, :1], x[:, :1]), EPS),
-        lambda body, x: body.norm_rotate(x, (2**62 + 2, 1), (None, None), (x[:, :1], x[:, :1]), EPS),
-        lambda body, x: body.norm_rotate(x, (2**62, 2**61), (None, None), (x[:, :1], x[:, :1]), EPS),
-        lambda body, x: body.linear_add(
+        lambda native, x: native.linear_add(x[:1].expand(3, 8), x, torch.ones(8, 8), None, None, EPS),
+        lambda native, x: native.norm_rotate(x[:1].expand(3, 8), (2, 1), (None, None), (x[:, :1], x[:, :1]), EPS),
+        lambda native, x: native.norm_rotate(x, (2**62 + 2, 1), (None, None), (x[:, :1], x[:, :1]), EPS),
+        lambda native, x: native.norm_rotate(x, (2**62, 2**61), (None, None), (x[:, :1], x[:, :1]), EPS),
+        lambda native, x: native.linear_add(
             x[:1].expand(2**57, 8), x[:1].expand(2**57, 8), torch.ones(8, 8), None, None, EPS
         ),
     ],
 )
-def test_destinations_and_sizes_that_no_memory_has_are_refused(call: Callable[[cpu.Body, Tensor], None]) -> None:
+def test_destinations_and_sizes_that_no_memory_has_are_refused(call: Callable[[cpu.Native, Tensor], None]) -> None:
     with pytest.raises(RuntimeError):
-        call(cpu.Body(), torch.ones(3, 8))
+        call(cpu.Native(), torch.ones(3, 8))
 
 
 def test_a_call_with_no_thread_is_not_served() -> None:
@@ -342,7 +344,7 @@ def test_a_call_with_no_thread_is_not_served() -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="True is immortal")
 def test_references_to_true_are_counted_while_another_thread_runs() -> None:
     x, weights = torch.ones(1, 512), torch.ones(512, 512)
-    body, out, stop = cpu.Body(), torch.empty(1, 512), threading.Event()
+    native, out, stop = cpu.Native(), torch.empty(1, 512), threading.Event()
 
     def count() -> None:
         while not stop.is_set():
@@ -353,7 +355,7 @@ def test_references_to_true_are_counted_while_another_thread_runs() -> None:
     other.start()
     try:
         for _ in range(3000):
-            body.norm_linear(x, None, weights, None, EPS, out)
+            native.norm_linear(x, None, weights, None, EPS, out)
     finally:
         stop.set()
         other.join()

@@ -14,15 +14,15 @@ from tests.kernels.linear.test_linear import (
     EPS,
     added,
     among_poison,
-    body,
     compare,
     isa,
+    native,
     numbers,
     reference,
     wide,
 )
 
-__all__ = ["body", "isa"]  # fixtures
+__all__ = ["isa", "native"]  # fixtures
 
 KINDS = ("int8", "int4")
 LARGEST = {"int8": 127, "int4": 7}
@@ -81,24 +81,24 @@ def test_a_group_that_is_no_number_becomes_nan(kind: str, bad: float) -> None:
 @needs_extension
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_operations_are_those_of_the_definition(body: cpu.Body, dtype: torch.dtype, kind: str) -> None:
+def test_operations_are_those_of_the_definition(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
     for tokens, k, n in SIZES:
         x, weights, bias = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(n, dtype=dtype, seed=2)
         norm, out_norm = (1.0 + numbers(size, dtype=dtype, seed=3, scale=0.1) for size in (k, n))
-        compare(body.norm_linear, reference.norm_linear, x, norm, weights, bias, EPS, dtype=dtype)
-        compare(body.logits, reference.logits, x, norm, weights, EPS, dtype=dtype)
+        compare(native.norm_linear, reference.norm_linear, x, norm, weights, bias, EPS, dtype=dtype)
+        compare(native.logits, reference.logits, x, norm, weights, EPS, dtype=dtype)
         residual = numbers(tokens, n, dtype=dtype, seed=4)
         for last in (None, out_norm):
-            compare(added(body), added(reference), residual, x, weights, None, last, EPS, dtype=dtype)
+            compare(added(native), added(reference), residual, x, weights, None, last, EPS, dtype=dtype)
         if n % 2 == 0:
             args = (3 * x, norm, weights, bias, EPS, "silu")
-            compare(body.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
+            compare(native.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
 
 
 @needs_extension
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_integer_in_every_column_is_multiplied(body: cpu.Body, dtype: torch.dtype, kind: str) -> None:
+def test_every_integer_in_every_column_is_multiplied(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
     """For an x that is 1 in one column, y is that column of W."""
     largest = LARGEST[kind]
     integers = (torch.arange(2 * largest + 1)[:, None] + torch.arange(128)) % (2 * largest + 1) - largest
@@ -109,7 +109,7 @@ def test_every_integer_in_every_column_is_multiplied(body: cpu.Body, dtype: torc
     for first in range(0, 128, 32):
         x = torch.eye(128, dtype=dtype)[first : first + 32]
         assert torch.equal(
-            body.norm_linear(x, None, weights, None, EPS).float(), integers.float().T[first : first + 32]
+            native.norm_linear(x, None, weights, None, EPS).float(), integers.float().T[first : first + 32]
         )
 
 
@@ -122,29 +122,29 @@ def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
     tokens, k, n = 11, 1024, 4 * 300
     x, weights, norm = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(k, dtype=dtype, seed=2)
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
-    alone = [cpu.Body().norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
+    alone = [cpu.Native().norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
     for threads in ("1", "2", "3"):
         monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
         for count in (2, 3, 4, 7, 11):
-            together = cpu.Body().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
+            together = cpu.Native().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
             assert torch.equal(together, torch.cat(alone[:count]))
 
 
 @needs_extension
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_beside_the_tensors_is_read_or_written(body: cpu.Body, dtype: torch.dtype, kind: str) -> None:
+def test_nothing_beside_the_tensors_is_read_or_written(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
     """Integers have no NaN: beside them lie other integers in one run and different ones in the next."""
     for tokens, k, n in SIZES:
         x, weights, norm = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(k, dtype=dtype, seed=3)
-        wanted = body.norm_linear(x, norm, weights, None, EPS)
+        wanted = native.norm_linear(x, norm, weights, None, EPS)
         for filler in (0x5A, 0xE1):
             columns = weights.stored.shape[1]
             around = torch.full((n + 2, columns + 5), filler, dtype=torch.uint8).view(weights.stored.dtype)
             around[1:-1, 2 : 2 + columns] = weights.stored
             among = Matrix(around[1:-1, 2 : 2 + columns], among_poison(weights.scales))
             out = among_poison(torch.zeros(tokens, n, dtype=dtype))
-            assert torch.equal(body.norm_linear(among_poison(x), norm, among, None, EPS, out), wanted)
+            assert torch.equal(native.norm_linear(among_poison(x), norm, among, None, EPS, out), wanted)
 
 
 @needs_extension
@@ -154,9 +154,9 @@ def test_calls_that_cpp_refuses_are_answered_by_the_definition() -> None:
     columns = Matrix(weights.stored.T.contiguous().T, weights.scales)  # rows are no runs
     halved = Matrix(weights.stored, weights.scales.double())
     for other in (columns, halved):
-        torch.testing.assert_close(cpu.Body().norm_linear(x, None, other, None, EPS), wanted)
+        torch.testing.assert_close(cpu.Native().norm_linear(x, None, other, None, EPS), wanted)
     with pytest.raises(RuntimeError, match=r"size|shape"):
-        cpu.Body().norm_linear(x[:, :64], None, weights, None, EPS)
+        cpu.Native().norm_linear(x[:, :64], None, weights, None, EPS)
 
 
 def test_the_definition_rounds_the_values_to_the_dtype_of_x() -> None:

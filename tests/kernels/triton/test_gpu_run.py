@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.cuda.specialisation import CLASSES, Keys
+from pagedkv.kernels.cuda.specialisation import CLASSES, KeyLayout
 from tests.cases import GRID, SMALL, Case, call_of
 from tests.kernels import by_hand
 from tests.kernels.triton.test_triton import interpreted, interpreting, tuning
@@ -384,12 +384,12 @@ def test_the_search_of_cudas_constants_names_the_fastest_that_fit(
         for name in variants:
             constants.use("decode", json.loads(name[0]))
             try:
-                kernel = constants.attention.specialise(kinds, cell, CLASSES[0], Keys(), shared)
+                kernel = constants.attention.specialise(kinds, cell, CLASSES[0], KeyLayout(), shared)
             except InvalidRequest as why:
                 refused[name] = str(why)
                 continue
-            assert constants.attention.specialise(kinds, cell, CLASSES[1], Keys(), shared) == own(
-                kinds, cell, CLASSES[1], Keys(), shared
+            assert constants.attention.specialise(kinds, cell, CLASSES[1], KeyLayout(), shared) == own(
+                kinds, cell, CLASSES[1], KeyLayout(), shared
             ), "another class keeps its constants"
             tried.append(kernel)
             times[name] = 20.0 - kernel.warps_n - kernel.stages
