@@ -5,7 +5,7 @@
     the rest  draws, commits, forks, preemption, prefixes, drafts: integers and logits, on rank 0 alone
 
 A plan that is aborted keeps its copies (`PagedKVCache.abort`), so they are sent with whatever comes next. Bytes that
-enter the pool outside a step would be missing on the others: RankedCache and RankedStep refuse these calls.
+enter the pool outside a step would be missing on the others: RankedCache and RankedRunner refuse these calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pagedkv.kernels.linear.matrix import Matrix
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import Engine
 from pagedkv.model.loop.pool import new_cache
-from pagedkv.model.loop.step import Step
+from pagedkv.model.loop.runner import ModelRunner
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.streaming import endless
 
@@ -70,7 +70,7 @@ class RankedCache(PagedKVCache):
         raise InvalidRequest(f"a pool of several ranks cannot be {done}; {remedy}")
 
 
-class RankedStep(Step):
+class RankedRunner(ModelRunner):
     """The forward passes of all ranks over their pools."""
 
     def __init__(self, ranks: Ranks, decoder: Decoder, cache: PagedKVCache) -> None:
@@ -99,7 +99,7 @@ class RankedStep(Step):
         logits_of: Sequence[int],
         branches: Branches | None = None,
     ) -> Tensor:
-        """Compute a step on all ranks, and return the logits of some of its tokens. Shapes: as in Step
+        """Compute a step on all ranks, and return the logits of some of its tokens. Shapes: as in ModelRunner
 
         Raises: InvalidRequest for branches; RankLost if a rank has ended, or an earlier step failed
         """
@@ -150,8 +150,8 @@ def load(
     kernels = {"backend": cache.backend, "kernel": cache.kernel.name}
     ranks.begin({**pool, **kernels, "num_frames": cache.num_frames, "model": digest_of(decoder, folder)})
     warm_up_step()
-    steps = partial(RankedStep, ranks)
-    return Engine(decoder, tokenizer, cache, limits=limits, drafter=drafter, preemption=preemption, steps=steps)
+    runner = partial(RankedRunner, ranks)
+    return Engine(decoder, tokenizer, cache, limits=limits, drafter=drafter, preemption=preemption, runner=runner)
 
 
 def decoder_of(

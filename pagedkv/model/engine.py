@@ -59,8 +59,8 @@ from pagedkv.model.loop.meter import EngineStats, Meter
 from pagedkv.model.loop.outcome import outcome_of, rows_of
 from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.loop.preemption import Preemption, preemption_of
+from pagedkv.model.loop.runner import ModelRunner, runner_of
 from pagedkv.model.loop.sequence import Chunk, SequenceState
-from pagedkv.model.loop.step import Step, step_of
 from pagedkv.model.request import Completion, OnText, Request
 from pagedkv.model.scheduler import Limits, Scheduler
 from pagedkv.model.ways import best_of, trees
@@ -94,14 +94,14 @@ class Engine(ThreadGuard, fetches.OverTiers):
         limits: Limits | None = None,
         drafter: Drafter | None = None,
         preemption: Preemption | str = "recompute",
-        steps: Callable[[Decoder, PagedKVCache], Step] = step_of,
+        runner: Callable[[Decoder, PagedKVCache], ModelRunner] = runner_of,
     ) -> None:
-        """drafter: the source of drafts; None for none. preemption: see `load`. steps: makes the forward passes."""
+        """drafter: the source of drafts; None for none. preemption: see `load`. runner: makes the forward passes."""
         check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
-        self.forward: Step = steps(decoder, cache)
+        self.forward: ModelRunner = runner(decoder, cache)
         self.meter: Meter = Meter()
         self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings, self.meter)
         self.speculation: Speculation | None = None

@@ -15,7 +15,7 @@ from pagedkv.model import Engine, SamplingParams
 from pagedkv.model import engine as engine_module
 from pagedkv.model.decoder import BoundLayer, BoundLayers
 from pagedkv.model.loop.outcome import outcome_of
-from pagedkv.model.loop.step import Step
+from pagedkv.model.loop.runner import ModelRunner
 from pictures.canvas import Canvas
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def measure() -> Facts:
     with (
         patch.object(engine.scheduler, "_plan", timed("plan", engine.scheduler._plan)),
         patch.object(engine.scheduler, "next_step", timed("next", engine.scheduler.next_step)),
-        patch.object(Step, "__call__", timed("forward", Step.__call__)),
+        patch.object(ModelRunner, "__call__", timed("forward", ModelRunner.__call__)),
         patch.object(engine_module, "outcome_of", timed("sample", outcome_of)),
         patch.object(engine.cache, "commit", timed("commit", engine.cache.commit)),
     ):

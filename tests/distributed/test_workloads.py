@@ -81,7 +81,7 @@ def test_an_interrupt_beside_the_messages_loses_no_token(
 ) -> None:
     """The step before its message, or behind its sums, may be interrupted and made again, as in one process."""
     owner, name = {
-        "plan": (leader.RankedStep, "plan"),
+        "plan": (leader.RankedRunner, "plan"),
         "outcome": (engines, "outcome_of"),
         "commit": (leader.RankedCache, "commit"),
         "deliver": (Delivery, "report"),

@@ -28,8 +28,8 @@ from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop.draws import draw
 from pagedkv.model.loop.pool import new_cache
+from pagedkv.model.loop.runner import ModelRunner
 from pagedkv.model.loop.sequence import Chunk, SequenceState
-from pagedkv.model.loop.step import Step
 
 if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache, PlannedBatch
@@ -62,7 +62,7 @@ class DraftModel:
         self.vocab_size: int | None = decoder.config.vocab_size
         self.decoder: Decoder = decoder
         self.cache: PagedKVCache = cache
-        self._forward = Step(decoder, cache)
+        self._forward = ModelRunner(decoder, cache)
         self._shadows: dict[SequenceState, SequenceState] = {}
         self._was_interrupted = False
 

@@ -1,4 +1,4 @@
-"""Step: the forward pass of an engine's steps, over memory that exists before the step begins.
+"""ModelRunner: the forward pass of an engine's steps, over memory that exists before the step begins.
 
     decode step                     one token of each sequence: results lie in a Workspace, one for each power of two
     decode step, with graphs        the inputs too (FixedBatch): the first step of a size runs, the second is captured
@@ -85,7 +85,7 @@ class _Bucket:
         self.token_ids.copy_(self._host, non_blocking=True)
 
 
-class Step:
+class ModelRunner:
     """The forward passes of a decoder over one cache.
 
     graphs: makes a graph for devices that have them, beside one that lives; None to call the decoder in each step.
@@ -190,9 +190,10 @@ class Step:
         return bucket.result[: len(token_ids)]
 
 
-def step_of(decoder: Decoder, cache: PagedKVCache) -> Step:
-    """Return the steps of one process, with graphs on a GPU unless checks read values back from it."""
-    return Step(decoder, cache, graphs=CudaGraph if decoder.device.type == "cuda" and not debug.level() else None)
+def runner_of(decoder: Decoder, cache: PagedKVCache) -> ModelRunner:
+    """Return the runner of one process, with graphs on a GPU unless checks read values back from it."""
+    graphs = CudaGraph if decoder.device.type == "cuda" and not debug.level() else None
+    return ModelRunner(decoder, cache, graphs=graphs)
 
 
 def _power_of_two(number: int) -> int:

@@ -18,7 +18,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import Engine
-from pagedkv.model.loop.step import Step
+from pagedkv.model.loop.runner import ModelRunner
 from pagedkv.model.loop.workspace import Workspace
 from pagedkv.sampling.params import SamplingParams
 
@@ -58,12 +58,12 @@ class Replayed:
 
 def is_without_extension() -> bool:
     """Return whether torch serves the linear operations, which then allocate their results."""
-    return not isinstance(linear.choose(torch.device("cpu"), torch.float32, 3), linear.cpu.Body)
+    return not isinstance(linear.choose(torch.device("cpu"), torch.float32, 3), linear.cpu.Native)
 
 
 def with_graphs(engine: Engine) -> Engine:
     """Let the engine replay its decode steps, as it does on a GPU."""
-    engine.forward = Step(engine.decoder, engine.cache, graphs=Replayed)
+    engine.forward = ModelRunner(engine.decoder, engine.cache, graphs=Replayed)
     engine.scheduler._plan = engine.forward.plan
     return engine
 
