@@ -91,7 +91,7 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
     if variant in pools:
         cache = PagedCache(model.config, pool=pools[variant])
         cache.begin(None, (batch, context), None, paged=True)
-        step, kv = cache.rows.step, pools[variant].kv
+        step, kv = cache.holdings.step, pools[variant].kv
         assert step is not None
         for layer in layers:
             write_kv(k, v, kv[layer], step.batch[layer])

@@ -16,8 +16,8 @@ They follow the release `__version__` and differ in this:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace as replaced
 from itertools import pairwise
 from typing import Any
 
@@ -228,7 +228,7 @@ def _calls(layer: KVLayer, batch: PagedBatch, options: dict[str, Any]) -> list[_
     calls = []
     for b, (first, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
         starts = torch.tensor([0, end - first], dtype=torch.int32, device=slopes.device)
-        one = replaced(
+        one = dataclasses.replace(
             batch, block_table=batch.block_table[b : b + 1], seq_lens=batch.seq_lens[b : b + 1], cu_seqlens_q=starts
         )
         mine = {**options, "alibi_slopes": slopes[b]}

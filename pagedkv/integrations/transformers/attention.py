@@ -129,7 +129,7 @@ def _attend(
 ) -> torch.Tensor:
     """Write K and V if they are new, and attend to the pages of `layer` in the step of this thread's forward pass."""
     cache = ACTIVE.cache
-    step = None if cache is None else cache.rows.step
+    step = None if cache is None else cache.holdings.step
     if cache is None or step is None:
         raise InvalidRequest("a compiled layer attends to pages outside of the forward pass of a patched model")
     pool = cache.pool

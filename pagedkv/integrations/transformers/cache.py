@@ -27,7 +27,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import CACHE, Shape
 from pagedkv.integrations.transformers.identity import is_reproducible, salt_of
 from pagedkv.integrations.transformers.pool import Pool
-from pagedkv.integrations.transformers.step import Rows, Step
+from pagedkv.integrations.transformers.step import Holdings, Step
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the layer has tokens."""
-        return bool(self._cache.rows.spaces)
+        return bool(self._cache.holdings.spaces)
 
     @is_initialized.setter
     def is_initialized(self, value: bool) -> None:
@@ -125,7 +125,7 @@ class PagedCache(Cache):
                 for number, window in enumerate(geometry.windows)
             ]
         )
-        self.config, self.salt, self.rows = config, salt, Rows()
+        self.config, self.salt, self.holdings = config, salt, Holdings()
         self._columns = 0
         self._mask: torch.Tensor | None = None  # bool [B, columns]: which columns are tokens. None: all
         self._mode: bool | None = None  # whether layers attend to pages; None before the first step
@@ -134,7 +134,7 @@ class PagedCache(Cache):
         self.shares = True  # whether its pages can be found, and it finds pages
         self.may_repeat = False  # whether a step may have beams of the rows: in generate()
         self.pending: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self.pool.add(self, self.rows)
+        self.pool.add(self, self.holdings)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class PagedCache(Cache):
             except BaseException:
                 self.pool.kv.abort(batch)
                 raise
-            self._mode, self.rows.step = paged, Step(batch, width, known, paged, tokens, stored)
+            self._mode, self.holdings.step = paged, Step(batch, width, known, paged, tokens, stored)
             self._mask = mask if paged and (real is not None or self._mask is not None) else None
 
     def _counts_up(self, positions: torch.Tensor | None, batch: Any, real: torch.Tensor | None) -> bool:
@@ -226,7 +226,7 @@ class PagedCache(Cache):
     def end(self, *, is_done: bool) -> None:
         """End the step: it stays outstanding until `settle`, or is undone if the forward pass raised."""
         with self.pool.lock:
-            self.pending, step = None, self.rows.step
+            self.pending, step = None, self.holdings.step
             if step is not None and not step.done:
                 step.done = is_done
                 if is_done:
@@ -237,13 +237,13 @@ class PagedCache(Cache):
     def settle_ended(self) -> None:
         """Commit the step if its forward pass has ended."""
         with self.pool.lock:
-            if self.rows.step is not None and self.rows.step.done:
+            if self.holdings.step is not None and self.holdings.step.done:
                 self.settle()
 
     def settle(self, dropped: int = 0) -> None:
         """Commit the step under way, but for the last `dropped` columns of each row. Undo one that was interrupted."""
         with self.pool.lock:
-            step = self.rows.step
+            step = self.holdings.step
             if step is not None and self._is_whole(step):
                 self.end(is_done=True)  # without hooks, the forward pass does not say that it ends
             if step is not None and not step.done:
@@ -258,7 +258,7 @@ class PagedCache(Cache):
                         parts = [ids[start : start + count] for start, count in zip(starts, kept, strict=True)]
                         ids = np.concatenate(parts)
                 self.pool.kv.commit(step.batch, ids, kept)
-                self.rows.step = None
+                self.holdings.step = None
                 self._forget_columns(dropped)
 
     def _forget_columns(self, dropped: int) -> None:
@@ -270,16 +270,16 @@ class PagedCache(Cache):
         return not step.paged and not step.done and len(step.stored) == len(self.pool.geometry.cached)
 
     def _abort(self) -> None:
-        step, self.rows.step = self.rows.step, None
+        step, self.holdings.step = self.holdings.step, None
         self._forget_columns(0)
         if step is not None and self.pool.is_ready:
             self.pool.kv.abort(step.batch)
 
     def _set_rows(self, rows: int) -> None:
         """Open the sequences of a first step, or repeat those of prompts whose beams begin."""
-        held = len(self.rows.spaces)
+        held = len(self.holdings.spaces)
         if not held:
-            self.rows.spaces = list(self.pool.kv.open_batch([()] * rows, salt=self.salt).spaces)
+            self.holdings.spaces = list(self.pool.kv.open_batch([()] * rows, salt=self.salt).spaces)
         elif rows > held and rows % held == 0 and self.may_repeat:
             self.batch_repeat_interleave(rows // held)
         elif rows != held:
@@ -295,7 +295,7 @@ class PagedCache(Cache):
         Returns: the tensors to attend to. With paged attention the given tensors, which attention.py stores; else K
                  and V of all columns that the layer sees, gathered
         """
-        step = self.rows.step
+        step = self.holdings.step
         if step is not None and step.paged and not step.done:
             if self.pending is not None:
                 self.refuse_pending()
@@ -319,7 +319,7 @@ class PagedCache(Cache):
             raise InvalidRequest("pages have no gradients; call the model under no_grad(), or with use_cache=False")
         if layer not in self.pool.geometry.cached:
             raise InvalidRequest(f"layer {layer} stores K and V, and its config says that it has none of its own")
-        step = self.rows.step
+        step = self.holdings.step
         if step is not None and not step.done and layer in step.stored and not self._is_whole(step):
             missing = sorted(set(self.pool.geometry.cached) - step.stored)[:8]
             self._abort()
@@ -331,7 +331,7 @@ class PagedCache(Cache):
             if not self.pool.is_ready:
                 self.pool.fit(dict.fromkeys(self.pool.geometry.cached, Shape.of(k, v)), k.device)
             self.begin(None, (k.shape[0], k.shape[2]), None, paged=False)
-            step = self.rows.step
+            step = self.holdings.step
             assert step is not None
         place, kv = self.pool.place(layer), self.pool.kv
         spec = kv.specs[kv.layer_groups[place]]
@@ -346,12 +346,12 @@ class PagedCache(Cache):
 
     def gathered(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K [B, K, L, D] and V [B, K, L, Dv] of the columns that the layer sees: copies, padding as zeros."""
-        place, kv, step = self.pool.place(layer), self.pool.kv, self.rows.step
+        place, kv, step = self.pool.place(layer), self.pool.kv, self.holdings.step
         width = step.width if step is not None else 0
         if step is None or (layer not in step.stored and not (step.paged and step.done)):
             with self.pool.lock:
                 self.settle()
-                batch, width = kv.plan(self.rows.spaces, [0] * len(self.rows.spaces)), 0
+                batch, width = kv.plan(self.holdings.spaces, [0] * len(self.holdings.spaces)), 0
                 try:
                     return self._gather(place, batch[place], self.get_seq_length(layer), width)
                 finally:
@@ -362,7 +362,7 @@ class PagedCache(Cache):
         kv = self.pool.kv
         layer, spec = kv[place], kv.specs[kv.layer_groups[place]]
         seen = columns if spec.window is None else min(columns, spec.window - 1 + width)
-        rows, dtype = len(self.rows.spaces), getattr(torch, spec.dtype)
+        rows, dtype = len(self.holdings.spaces), getattr(torch, spec.dtype)
         k = torch.empty(rows, spec.num_kv_heads, seen, spec.head_dim, dtype=dtype, device=kv.device)
         v = torch.empty(rows, spec.num_kv_heads, seen, layer.v.shape[-1], dtype=dtype, device=kv.device)
         gather_kv(layer, batch, batch.seq_lens - seen, (k.transpose(1, 2), v.transpose(1, 2)))
@@ -372,7 +372,7 @@ class PagedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns that the layer has stored, padding included."""
-        step = self.rows.step
+        step = self.holdings.step
         under_way = step is not None and not step.done and (layer_idx in step.stored)
         return self._columns + (step.width if step is not None and under_way else 0)
 
@@ -390,7 +390,7 @@ class PagedCache(Cache):
     @property
     def batch_size(self) -> int:
         """Rows of the batch, or -1 before the first step."""
-        return len(self.rows.spaces) or -1
+        return len(self.holdings.spaces) or -1
 
     @property
     def is_compileable(self) -> bool:
@@ -405,7 +405,7 @@ class PagedCache(Cache):
         For an empty cache. Prompts with padding inside or behind them find nothing, nor does a model in training mode.
         Shapes: input_ids, attention_mask [B, L]
         """
-        if self.rows.spaces or not self.pool.is_ready or not self.pool.finds_prefixes:
+        if self.holdings.spaces or not self.pool.is_ready or not self.pool.finds_prefixes:
             return 0
         self.identify()
         if not self.shares:
@@ -418,7 +418,7 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.pool.sweep()
             spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self.salt)
-            self.rows.spaces = list(spaces)
+            self.holdings.spaces = list(spaces)
             self._columns = columns
             self._mask = mask[:, :columns].bool() if columns and not bool(mask[:, :columns].all()) else None
         return columns
@@ -436,8 +436,8 @@ class PagedCache(Cache):
     def _rearrange(self, index: Sequence[int]) -> None:
         with self.pool.lock:
             self.settle()
-            if list(index) != list(range(len(self.rows.spaces))):
-                self.rows.spaces = self.pool.kv.reorder(self.rows.spaces, index)
+            if list(index) != list(range(len(self.holdings.spaces))):
+                self.holdings.spaces = self.pool.kv.reorder(self.holdings.spaces, index)
                 self._mask = None if self._mask is None else self._mask[list(index)]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -446,11 +446,11 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times. Pages are shared; no bytes are copied."""
-        self._rearrange([row for row in range(len(self.rows.spaces)) for _ in range(repeats)])
+        self._rearrange([row for row in range(len(self.holdings.spaces)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows that `indices` names, by number or as a mask of bools."""
-        self._rearrange(torch.arange(len(self.rows.spaces))[torch.as_tensor(indices).cpu()].tolist())
+        self._rearrange(torch.arange(len(self.holdings.spaces))[torch.as_tensor(indices).cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove columns. A positive number, as before 5.20, is the length to keep.
@@ -460,14 +460,14 @@ class PagedCache(Cache):
         dropped, held = int(tokens_to_remove), self.get_seq_length()
         dropped = -dropped if dropped <= 0 else max(0, held - dropped)
         with self.pool.lock:
-            step = self.rows.step
+            step = self.holdings.step
             if step is not None and 0 < dropped <= step.width and bool((step.batch.plan.counts == step.width).all()):
                 return self.settle(dropped)
             self.settle()
-            tokens = [dropped] * len(self.rows.spaces)
+            tokens = [dropped] * len(self.holdings.spaces)
             if self._mask is not None:
                 tokens = self._mask[:, max(0, self._columns - dropped) :].sum(1).tolist()
-            for space, count in zip(self.rows.spaces, tokens, strict=True):
+            for space, count in zip(self.holdings.spaces, tokens, strict=True):
                 space.truncate(max(0, len(space) - count))
             self._forget_columns(dropped)
 
@@ -476,7 +476,7 @@ class PagedCache(Cache):
         other = PagedCache(self.config, pool=self.pool, salt=self.salt)
         with self.pool.lock:
             self.settle()
-            other.rows.spaces = [space.fork() for space in self.rows.spaces]
+            other.holdings.spaces = [space.fork() for space in self.holdings.spaces]
         other._columns, other._mask, other._mode = self._columns, self._mask, self._mode
         other._is_identified, other._salt, other.shares = self._is_identified, self._salt, self.shares
         return other
@@ -490,7 +490,7 @@ class PagedCache(Cache):
         """Give all pages back; the cache is empty, and may be used again."""
         with self.pool.lock:
             self.pending = None
-            self.rows.release(self.pool)
+            self.holdings.release(self.pool)
             if self._is_identified:
                 self.pool.forget_others()  # the weights changed meanwhile
             self._columns, self._mask, self._mode = 0, None, None
@@ -505,7 +505,7 @@ class PagedCache(Cache):
         self.close()
 
     def __repr__(self) -> str:
-        return f"PagedCache({len(self.rows.spaces)} rows, {self.get_seq_length()} columns, {self.pool})"
+        return f"PagedCache({len(self.holdings.spaces)} rows, {self.get_seq_length()} columns, {self.pool})"
 
 
 def has_padding_behind(mask: torch.Tensor) -> bool:

@@ -211,7 +211,7 @@ class Patched:
         tokens = ids if ids is not None else given.get("inputs_embeds")
         if tokens is None or not len(tokens):
             raise InvalidRequest("the model got no input_ids and no inputs_embeds, or a batch of no rows; give some")
-        if cache.rows.spaces:
+        if cache.holdings.spaces:
             cache.identify()
         else:
             self._meet(cache)

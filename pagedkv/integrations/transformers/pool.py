@@ -22,8 +22,8 @@ from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_o
 from pagedkv.integrations.transformers.identity import fingerprint
 
 
-class Rows(Protocol):
-    """The holdings of a cache in its pool, see step.Rows."""
+class Holdings(Protocol):
+    """The holdings of a cache in its pool, see step.Holdings."""
 
     spaces: list[AddressSpace]
 
@@ -34,7 +34,7 @@ class Rows(Protocol):
 class Member(Protocol):
     """A cache of the pool, see cache.PagedCache."""
 
-    rows: Any
+    holdings: Any
 
     def settle_ended(self) -> None:
         """Commit the step if its forward pass has ended. Another thread may be in one that has not."""
@@ -84,7 +84,7 @@ class Pool:
         self._kv: PagedKVCache | None = None
         self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
         self._caches: weakref.WeakSet[Member] = weakref.WeakSet()
-        self._dropped: deque[Rows] = deque()
+        self._dropped: deque[Holdings] = deque()
         self._calls: dict[Any, Any] = {}  # bound to the frames
         self._fingerprint: int | None = None
         self._model: weakref.ref[Any] | None = None
@@ -200,13 +200,13 @@ class Pool:
 
     # -- for PagedCache ------------------------------------------------------------------------------------------------
 
-    def add(self, cache: Member, rows: Rows) -> None:
-        """Note a cache of this pool. Its rows are given back when it is collected."""
+    def add(self, cache: Member, holdings: Holdings) -> None:
+        """Note a cache of this pool. Its holdings are given back when it is collected."""
         self._caches.add(cache)
-        weakref.finalize(cache, self._dropped.append, rows)
+        weakref.finalize(cache, self._dropped.append, holdings)
 
     def sweep(self) -> None:
-        """Give back the rows of caches that were collected."""
+        """Give back the holdings of caches that were collected."""
         while self._dropped:
             self._dropped.popleft().release(self)
 
@@ -214,7 +214,7 @@ class Pool:
         """Plan a step of `cache`. Other caches commit their finished steps if frames lack, as a pool grows then."""
         self.sweep()
         try:
-            return self.kv.plan(cache.rows.spaces, counts)
+            return self.kv.plan(cache.holdings.spaces, counts)
         except OutOfFrames as lack:
             gc.collect()  # caches in circles of references, such as those of a traceback
             self.sweep()
@@ -222,7 +222,7 @@ class Pool:
                 if other is not cache:
                     other.settle_ended()
             try:
-                return self.kv.plan(cache.rows.spaces, counts)
+                return self.kv.plan(cache.holdings.spaces, counts)
             except OutOfFrames:
                 lack.add_note("the pool of the model is full: patch(model, memory=...) or Pool(memory=...) enlarges it")
                 raise lack from None

@@ -1,4 +1,4 @@
-"""Step: the step of one forward pass. Rows: what a cache holds in its pool."""
+"""Step: the step of one forward pass. Holdings: what a cache holds in its pool."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass
-class Rows:
+class Holdings:
     """The holdings of a cache in its pool: sequences, and the step under way. They outlive a dropped cache."""
 
     spaces: list[AddressSpace] = field(default_factory=list)

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.backend import PagedBackend, PagedLayer
+from pagedkv.integrations.vllm.backend import PagedBackend, PagedImpl
 from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata
 
 _LOGGER: Final = init_logger("vllm.pagedkv")
@@ -69,7 +69,7 @@ class PagedMetadataBuilder(CPUAttentionMetadataBuilder):
         return PagedMetadata.of(common_attn_metadata)
 
 
-class PagedAttentionImpl(PagedLayer, CPUAttentionBackendImpl):
+class PagedAttentionImpl(PagedImpl, CPUAttentionBackendImpl):
     """One layer. Arguments as in CPUAttentionBackendImpl."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -31,8 +31,8 @@ class PagedBackend:
         return True
 
 
-class PagedLayer:
-    """A layer that attends to its pages. The class beside it sets the fields of an AttentionImpl of vLLM."""
+class PagedImpl:
+    """The part of an AttentionImpl of vLLM that is ours, for one layer. The class beside it sets the fields."""
 
     num_heads: int
     head_size: int

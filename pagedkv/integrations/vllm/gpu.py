@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 )
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.backend import PagedBackend, PagedLayer
+from pagedkv.integrations.vllm.backend import PagedBackend, PagedImpl
 from pagedkv.integrations.vllm.pages import PagedMetadata
 
 
@@ -71,7 +71,7 @@ class PagedGpuMetadataBuilder(AttentionMetadataBuilder):
         return PagedMetadata.of(common_attn_metadata)
 
 
-class PagedGpuImpl(PagedLayer, AttentionImpl):
+class PagedGpuImpl(PagedImpl, AttentionImpl):
     """One layer. Arguments as in AttentionImpl."""
 
     def __init__(
