@@ -31,7 +31,7 @@ IN_TIMES: Final = ("of its bound", "of an unknown prompt", "of computing it", "o
 
 
 @dataclass(frozen=True)
-class Sample:
+class Goodness:
     """The goodness of a figure, and of its turns."""
 
     bench: str
@@ -62,31 +62,31 @@ class Change:
 
 def compared(first: Iterable[dict[str, Any]], second: Iterable[dict[str, Any]], *, is_relative: bool) -> list[Change]:
     """Return the changes of all cells that both sides have, the worst first."""
-    sample = relative if is_relative else absolute
-    before, after = (sample(figures(rows)) for rows in (first, second))
+    goodness = relative if is_relative else absolute
+    before, after = (goodness(figures(rows)) for rows in (first, second))
     lots = np.random.default_rng(0)
     found = [_change(before[key], after[key], lots) for key in before if key in after]
     return sorted(found, key=lambda change: change.ratio)
 
 
-def absolute(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
+def absolute(found: Iterable[Figure]) -> dict[tuple[str, ...], Goodness]:
     """Return the goodness of each figure of ours."""
-    samples = {}
+    goodness = {}
     for one in found:
         if one.variant.startswith(OURS) and one.median:
             turns = tuple(turn for turn in one.turns if turn)
-            samples[one.bench, one.key, one.variant] = _sample(one, "", one.median, turns, one.is_better_if_larger)
-    return samples
+            goodness[one.bench, one.key, one.variant] = _goodness(one, "", one.median, turns, one.is_better_if_larger)
+    return goodness
 
 
-def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
+def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Goodness]:
     """Return the goodness of each figure of ours over a bound or a peer of its own run."""
     every = list(found)
-    samples = {}
+    goodness = {}
     for one in every:
         if one.ratio and (one.variant.startswith(OURS) or one.against == "pages × this"):
             is_larger = one.against not in IN_TIMES
-            samples[one.bench, one.key, one.variant] = _sample(one, one.against, one.ratio, one.ratios, is_larger)
+            goodness[one.bench, one.key, one.variant] = _goodness(one, one.against, one.ratio, one.ratios, is_larger)
     ours = {(one.bench, one.key): one for one in every if one.variant == "pagedkv" and one.ratio is None and one.median}
     for peer in every:
         one = ours.get((peer.bench, peer.key))
@@ -95,19 +95,19 @@ def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
             turns = tuple(own / theirs for theirs, own in pairs if theirs and own and not peer.is_disturbed)
             value = statistics.median(turns) if len(turns) >= LEAST else one.median / peer.median
             key = (peer.bench, peer.key, f"over {peer.variant}")
-            samples[key] = _sample(one, f"over {peer.variant}", value, turns, one.is_better_if_larger)
-    return samples
+            goodness[key] = _goodness(one, f"over {peer.variant}", value, turns, one.is_better_if_larger)
+    return goodness
 
 
-def _sample(one: Figure, against: str, value: float, turns: tuple[float, ...], is_larger: bool) -> Sample:
+def _goodness(one: Figure, against: str, value: float, turns: tuple[float, ...], is_larger: bool) -> Goodness:
     turns = () if one.is_disturbed else turns
     name = ", ".join(filter(None, (one.case, one.axes, one.variant, against)))
     if is_larger:
-        return Sample(one.bench, name, value, turns, one.is_exact)
-    return Sample(one.bench, name, 1 / value, tuple(1 / turn for turn in turns), one.is_exact)
+        return Goodness(one.bench, name, value, turns, one.is_exact)
+    return Goodness(one.bench, name, 1 / value, tuple(1 / turn for turn in turns), one.is_exact)
 
 
-def _change(before: Sample, after: Sample, lots: np.random.Generator) -> Change:
+def _change(before: Goodness, after: Goodness, lots: np.random.Generator) -> Change:
     ratio = after.good / before.good
     is_exact = before.is_exact and after.is_exact
     low, high = (ratio, ratio) if is_exact else interval(before.turns, after.turns, lots)

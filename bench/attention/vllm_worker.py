@@ -30,7 +30,7 @@ POOL_BYTES = 384 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Opened:
+class OpenCell:
     """The cache and queries of a cell."""
 
     def __init__(self, cell: dict[str, Any]) -> None:
@@ -98,13 +98,13 @@ def clocked(run: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the requests until stdin ends."""
-    opened: list[Opened] = []
+    opened: list[OpenCell] = []
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request["do"] == "open":
-                cell = Opened(request["cell"])
+                cell = OpenCell(request["cell"])
                 cell.run()
                 opened.append(cell)
                 answer: dict[str, Any] = {"ok": len(opened) - 1}

@@ -40,7 +40,7 @@ class Bound:
     is_memory: bool = True
 
 
-class Memory:
+class Region:
     """A region of noise. Shapes: bytes uint8 [size]"""
 
     def __init__(self, region: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class Memory:
         self.window = min(WINDOW, len(region) // 2 // RUN * RUN)
 
     @classmethod
-    def of(cls, size: int, *, is_huge: bool) -> Memory:
+    def of(cls, size: int, *, is_huge: bool) -> Region:
         """Return a region of its own, on huge pages or on pages of 4 KiB."""
         return cls(region_of(size, is_huge=is_huge))
 

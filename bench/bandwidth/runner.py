@@ -19,7 +19,7 @@ from pagedkv.bench.attention.cells import BASE, Cell
 from pagedkv.bench.attention.pool import POOL_BYTES, Pool
 from pagedkv.bench.attention.runner import PLAIN, on_threads
 from pagedkv.bench.bandwidth import device, disk, subjects
-from pagedkv.bench.bandwidth.ceilings import KIB, Memory
+from pagedkv.bench.bandwidth.ceilings import KIB, Region
 from pagedkv.bench.bandwidth.subjects import KERNELS, Subject
 from pagedkv.bench.bandwidth.turns import Speeds, rows
 from pagedkv.bench.memory import available
@@ -102,27 +102,27 @@ def measure(report: Report, asked: Asked) -> None:
     if most < 32 << 20:
         raise InvalidRequest(f"{4 * most >> 20} MiB of memory are free; bench bandwidth needs 128 MiB at least")
     wanted = [POOL_BYTES, *map(Pool.bytes_of, cells)]
-    memory = Memory.of(max([size for size in wanted if size <= most], default=most), is_huge=True)
+    region = Region.of(max([size for size in wanted if size <= most], default=most), is_huge=True)
     for threads in asked.threads or range(1, min(2, torch.get_num_threads()) + 1):
         with on_threads(threads):
-            _on_cpu(report, asked, memory, [replace(cell, threads=threads) for cell in cells])
+            _on_cpu(report, asked, region, [replace(cell, threads=threads) for cell in cells])
     if asked.has("snapshot"):
         _on_disk(report, asked)
     if asked.has("swap"):
         _note("swap: host and device are one memory here; --device cuda measures it on a GPU")
 
 
-def _on_cpu(report: Report, asked: Asked, memory: Memory, cells: Sequence[Cell]) -> None:
+def _on_cpu(report: Report, asked: Asked, region: Region, cells: Sequence[Cell]) -> None:
     axes = {"threads": cells[0].threads}
-    bounds = {name: Speeds(bound) for name, bound in memory.bounds().items()}
+    bounds = {name: Speeds(bound) for name, bound in region.bounds().items()}
     kinds = KV[:2] if asked.is_quick else KV
     makers: dict[str, Callable[[], Iterable[Subject]]] = {
-        "ceiling": lambda: _ceilings(memory),
-        "decode": lambda: subjects.decodes(cells, memory, asked.kernels),
-        "write_kv": lambda: subjects.writes([("bfloat16", kv) for kv in ("", *kinds[1:])], memory, asked.kernels),
-        "gather_kv": lambda: subjects.gathers(kinds, memory),
-        "copy_frames": lambda: subjects.copies((4 * KIB, 32 * KIB, 2048 * KIB), memory),
-        "linear": lambda: subjects.linears((1, 8), ("int8", "int4"), memory),
+        "ceiling": lambda: _ceilings(region),
+        "decode": lambda: subjects.decodes(cells, region, asked.kernels),
+        "write_kv": lambda: subjects.writes([("bfloat16", kv) for kv in ("", *kinds[1:])], region, asked.kernels),
+        "gather_kv": lambda: subjects.gathers(kinds, region),
+        "copy_frames": lambda: subjects.copies((4 * KIB, 32 * KIB, 2048 * KIB), region),
+        "linear": lambda: subjects.linears((1, 8), ("int8", "int4"), region),
     }
     for case, make in makers.items():
         if asked.has(case):
@@ -132,9 +132,9 @@ def _on_cpu(report: Report, asked: Asked, memory: Memory, cells: Sequence[Cell])
             report(speeds.row(axes))
 
 
-def _ceilings(memory: Memory) -> Iterator[Subject]:
-    yield from subjects.ceilings(memory, "huge")
-    yield from subjects.ceilings(Memory.of(len(memory.bytes), is_huge=False), "4 KiB")
+def _ceilings(region: Region) -> Iterator[Subject]:
+    yield from subjects.ceilings(region, "huge")
+    yield from subjects.ceilings(Region.of(len(region.bytes), is_huge=False), "4 KiB")
 
 
 def _on_disk(report: Report, asked: Asked) -> None:

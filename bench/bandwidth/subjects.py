@@ -23,7 +23,7 @@ from pagedkv import copy_frames, gather_kv
 from pagedkv.bench.attention.cells import BASE, Cell
 from pagedkv.bench.attention.pool import Pool
 from pagedkv.bench.attention.runner import KINDS, PLAIN, not_here
-from pagedkv.bench.bandwidth.ceilings import KIB, Memory
+from pagedkv.bench.bandwidth.ceilings import KIB, Region
 from pagedkv.bench.clock import Step
 from pagedkv.kernels import linear, quant
 from pagedkv.spec import BITS
@@ -62,16 +62,16 @@ class Subject:
     flops: int = 0
 
 
-def ceilings(memory: Memory, pages: str) -> Iterator[Subject]:
+def ceilings(region: Region, pages: str) -> Iterator[Subject]:
     """Yield the ceilings themselves. pages: of the system, "huge" or "4 KiB"."""
     reads = {
-        "read": memory.read(),
-        "read, random 4 KiB": memory.read(4 * KIB, is_random=True),
-        "read, random 32 KiB": memory.read(32 * KIB, is_random=True),
+        "read": region.read(),
+        "read, random 4 KiB": region.read(4 * KIB, is_random=True),
+        "read, random 32 KiB": region.read(32 * KIB, is_random=True),
     }
-    for name, step in (reads | {"copy": memory.copy(), "scale": memory.scale()}).items():
+    for name, step in (reads | {"copy": region.copy(), "scale": region.scale()}).items():
         yield Subject(
-            "ceiling", {"pattern": name, "pages": pages}, memory.window, "read" if name in reads else "copy",
+            "ceiling", {"pattern": name, "pages": pages}, region.window, "read" if name in reads else "copy",
             {"memory": step},
         )  # fmt: skip
 
@@ -82,32 +82,32 @@ def token_bytes(cell: Cell) -> int:
     return cell.kv_heads * (2 * cell.head_dim * BITS[spec.stored_dtype] // 8 + (8 if spec.quantised else 0))
 
 
-def decodes(cells: Iterable[Cell], memory: Memory, kernels: Sequence[str]) -> Iterator[Subject]:
+def decodes(cells: Iterable[Cell], region: Region, kernels: Sequence[str]) -> Iterator[Subject]:
     """Yield decode attention over the cells."""
     for cell in cells:
         axes = {name: getattr(cell, name) for name in ("batch", "context", "block_size", "head_dim", "dtype")}
         axes |= {"heads": f"{cell.heads}/{cell.kv_heads}", "kv": cell.kv or cell.dtype}
         tokens = sum(cell.lens())
         yield Subject(
-            "decode", axes, tokens * token_bytes(cell), "read", _kernels(cell, memory, kernels),
+            "decode", axes, tokens * token_bytes(cell), "read", _kernels(cell, region, kernels),
             4 * cell.heads * cell.head_dim * tokens,
         )  # fmt: skip
 
 
-def writes(kinds: Iterable[tuple[str, str]], memory: Memory, kernels: Sequence[str]) -> Iterator[Subject]:
+def writes(kinds: Iterable[tuple[str, str]], region: Region, kernels: Sequence[str]) -> Iterator[Subject]:
     """Yield `write_kv` of 2,048 new tokens. kinds: their dtype, and that of the stored KV or ""."""
     for dtype, kv in kinds:
         cell = Cell("write", batch=1, context=2048, new=2048, dtype=dtype, kv=kv)
         fresh = cell.kv_heads * 2 * cell.head_dim * quant.DTYPES[dtype].itemsize
         num_bytes = cell.new * (fresh + token_bytes(cell))
         axes = {"tokens": cell.new, "dtype": dtype, "kv": kv or dtype}
-        yield Subject("write_kv", axes, num_bytes, "copy", _kernels(cell, memory, kernels))
+        yield Subject("write_kv", axes, num_bytes, "copy", _kernels(cell, region, kernels))
 
 
-def _kernels(cell: Cell, memory: Memory, kernels: Sequence[str]) -> dict[str, Step | str]:
-    if Pool.bytes_of(cell) > len(memory.bytes):
+def _kernels(cell: Cell, region: Region, kernels: Sequence[str]) -> dict[str, Step | str]:
+    if Pool.bytes_of(cell) > len(region.bytes):
         return dict.fromkeys(map(_named, kernels), "its pool is larger than a third of the memory that is free here")
-    pool = Pool(cell, memory.bytes)
+    pool = Pool(cell, region.bytes)
     variants = {name: not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in kernels}
     if "reference" in variants and sum(cell.lens()) > MOST_OF_REFERENCE:
         variants["reference"] = PLAIN
@@ -118,7 +118,7 @@ def _named(kernel: str) -> str:
     return NAMES.get(kernel, f"pagedkv, {kernel}")
 
 
-def gathers(kinds: Iterable[str], memory: Memory) -> Iterator[Subject]:
+def gathers(kinds: Iterable[str], region: Region) -> Iterator[Subject]:
     """Yield `gather_kv` of sequences of 4,096 tokens into bfloat16. kinds: dtypes of the stored KV.
 
     The frames of a sequence lie in random order, or one after the other.
@@ -127,9 +127,9 @@ def gathers(kinds: Iterable[str], memory: Memory) -> Iterator[Subject]:
         cell = replace(
             BASE, kv="" if kv == "bfloat16" else kv, batch=4, pages="permuted" if order == "random" else order
         )
-        if Pool.bytes_of(cell) > len(memory.bytes):
+        if Pool.bytes_of(cell) > len(region.bytes):
             continue
-        pool, tokens = Pool(cell, memory.bytes), sum(cell.lens())
+        pool, tokens = Pool(cell, region.bytes), sum(cell.lens())
         out = tuple(torch.zeros(tokens, cell.kv_heads, cell.head_dim, dtype=torch.bfloat16) for _ in range(2))
         num_bytes = tokens * token_bytes(cell) + sum(part.nbytes for part in out)
         variants: dict[str, Step | str] = {"pagedkv": _gather(pool, out)}
@@ -159,20 +159,20 @@ def _indexed(pool: Pool, out: tuple[torch.Tensor, ...]) -> Step:
     return prepare
 
 
-def copies(sizes: Iterable[int], memory: Memory) -> Iterator[Subject]:
+def copies(sizes: Iterable[int], region: Region) -> Iterator[Subject]:
     """Yield `copy_frames` of half a window. sizes: bytes of a frame."""
     for size, order in itertools.product(sizes, ORDERS):
         variants: dict[str, Step | str] = {
-            "pagedkv": _copy(memory, size, order),
-            "torch": _copy(memory, size, order, by_torch=True),
+            "pagedkv": _copy(region, size, order),
+            "torch": _copy(region, size, order, by_torch=True),
         }
-        count = memory.window // 2 // size
+        count = region.window // 2 // size
         yield Subject("copy_frames", {"frame_KiB": size // KIB, "order": order}, 2 * count * size, "copy", variants)
 
 
-def _copy(memory: Memory, size: int, order: str, *, by_torch: bool = False) -> Step:
-    frames = memory.bytes[: len(memory.bytes) // size * size].view(-1, size)
-    count, half = memory.window // 2 // size, len(frames) // 2
+def _copy(region: Region, size: int, order: str, *, by_torch: bool = False) -> Step:
+    frames = region.bytes[: len(region.bytes) // size * size].view(-1, size)
+    count, half = region.window // 2 // size, len(frames) // 2
 
     def prepare() -> Callable[[], object]:
         sources, targets = _order(half, count, order), half + _order(half, count, order)
@@ -194,15 +194,15 @@ def _order(among: int, count: int, order: str) -> torch.Tensor:
     )
 
 
-def linears(tokens: Iterable[int], kinds: Iterable[str], memory: Memory) -> Iterator[Subject]:
+def linears(tokens: Iterable[int], kinds: Iterable[str], region: Region) -> Iterator[Subject]:
     """Yield the linear operations of a decoder step over `tokens` tokens. kinds: dtypes of weights of integers."""
-    shapes = [(name, rows, "bfloat16") for name, rows in LINEAR.items() if rows * WIDE * 2 <= len(memory.bytes)]
+    shapes = [(name, rows, "bfloat16") for name, rows in LINEAR.items() if rows * WIDE * 2 <= len(region.bytes)]
     shapes += [("norm_linear", INTEGER_ROWS, kind) for kind in kinds]
     for (name, rows, kind), count in itertools.product(shapes, tokens):
         weights: list[Any]
         if kind == "bfloat16":
             part = rows * WIDE
-            every = memory.bytes.view(torch.bfloat16)
+            every = region.bytes.view(torch.bfloat16)
             weights = [every[at : at + part].view(rows, WIDE) for at in range(0, len(every) - part + 1, part)]
         else:
             one = linear.Matrix.quantised(torch.randn(rows, WIDE).bfloat16(), kind)

@@ -43,7 +43,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Repetition:
     """A prepared repetition: its name in the turns, its ceiling, and the function that is timed."""
 
     name: tuple[int, str]
@@ -55,15 +55,15 @@ class _Run:
 
 
 class Bracket:
-    """A timer that measures the ceiling of a run before it and after it. rates: of each repetition, by name."""
+    """A timer that measures the ceiling before a repetition and after it. rates: of each repetition, by name."""
 
     def __init__(self, bounds: dict[str, Speeds], timer: Timer = on_this_cpu) -> None:
         self.bounds, self.timer = bounds, timer
         self.rates: dict[tuple[int, str], list[float]] = {}
 
     def __call__(self, run: Callable[[], object]) -> tuple[float, bool]:
-        """Time `run`, which is a _Run; it is clean without a context switch and without a change of state."""
-        assert isinstance(run, _Run)
+        """Time `run`, a repetition; it is clean without a context switch and without a change of state."""
+        assert isinstance(run, _Repetition)
         speeds = self.bounds[run.bound]
         (before, first), (seconds, is_clean), (after, last) = self._speed(speeds), self.timer(run), self._speed(speeds)
         rates = self.rates.setdefault(run.name, [])
@@ -101,8 +101,8 @@ def rows(
     ]
 
 
-def _named(name: tuple[int, str], bound: str, step: Callable[[], Callable[[], object]]) -> Callable[[], _Run]:
-    return lambda: _Run(name, bound, step())
+def _named(name: tuple[int, str], bound: str, step: Callable[[], Callable[[], object]]) -> Callable[[], _Repetition]:
+    return lambda: _Repetition(name, bound, step())
 
 
 def _row(subject: Subject, variant: str, timing: Timing, rates: Sequence[float], axes: dict[str, Any]) -> Row:

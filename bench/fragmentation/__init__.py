@@ -3,7 +3,7 @@
     workloads.py   requests of known lengths: published mixes, a trace, bursts, forks, beams, drafts, windows
         │ Request(prompt, output, samples, beams, drafts)
         ▼
-    driver.py      serves them: admit, one token a step, fork, beam step, preempt, finish; the clock counts steps
+    simulation.py  serves them: admit, one token a step, fork, beam step, preempt, finish; the clock counts steps
         │ admit · grow · fork · free; the allocator does not know the length of an output
         ▼
     account.py     Allocator, and its Account of every byte: useful + reserved + internal + rounded + free = capacity

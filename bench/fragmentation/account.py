@@ -1,6 +1,6 @@
 """The account of the KV memory at one moment, and the interface of the allocators that keep it.
 
-Sequences are small integers that the driver chooses. Lengths are tokens, sizes are bytes.
+Sequences are small integers that the simulation chooses. Lengths are tokens, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Account:
         return self.useful + self.reserved + self.internal + self.rounded
 
 
-class Want(NamedTuple):
+class Demand(NamedTuple):
     """Tokens that a sequence is about to store.
 
     planned: tokens that need memory now.
@@ -77,8 +77,8 @@ class Allocator(ABC):
 
     name:  as it appears in rows.
     moved: tokens that were copied because a sequence moved, or was forked or written after a fork.
-    is_blind: whether it cannot tell how much it could still give. The driver then admits no request from a preemption
-           to the end of another, so that the two do not alternate.
+    is_blind: whether it cannot tell how much it could still give. The simulation then admits no request from a
+           preemption to the end of another, so that the two do not alternate.
     """
 
     name: str
@@ -94,8 +94,8 @@ class Allocator(ABC):
         """
 
     @abstractmethod
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
-        """Store more tokens. Return the wants that found no memory, which the driver repeats after a preemption."""
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
+        """Store more tokens. Return the demands without memory, which the simulation repeats after a preemption."""
 
     @abstractmethod
     def fork(self, parent: int, child: int) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Memory, Want
+from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Demand, Memory
 from pagedkv.bench.fragmentation.arenas import Arena, MakeArena
 
 Limit = Callable[[Memory, int, int], int]
@@ -105,9 +105,9 @@ class Reserving(_Contiguous[_Reservation]):
             self._held[sequence] = _Reservation(addresses, length, limit, final)
         return addresses is not None
 
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
-        for want in wants:
-            self._held[want.sequence].length += want.kept
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
+        for demand in demands:
+            self._held[demand.sequence].length += demand.kept
         return []
 
     def fork(self, parent: int, child: int) -> bool:
@@ -141,13 +141,13 @@ def allocated(arena: Arena, blocks: int, size: int) -> list[int] | None:
 
 
 @dataclass(slots=True)
-class _Growing(_Held):
+class _Allotment(_Held):
     """capacities: the tokens that each block can hold."""
 
     capacities: list[int]
 
 
-class Growing(_Contiguous[_Growing]):
+class Growing(_Contiguous[_Allotment]):
     """An allocator that moves a sequence to a larger block when it grows beyond its block.
 
     capacity_for: returns the capacity, in tokens, of a block for so many tokens.
@@ -178,16 +178,16 @@ class Growing(_Contiguous[_Growing]):
         capacity = self._capacity_for(length)
         addresses = allocated(self._arena, self._blocks, capacity * self._token)
         if addresses is not None:
-            self._held[sequence] = _Growing(addresses, length, [capacity] * self._blocks)
+            self._held[sequence] = _Allotment(addresses, length, [capacity] * self._blocks)
         return addresses is not None
 
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
-        return [want for want in wants if not self._grown(want)]
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
+        return [demand for demand in demands if not self._grown(demand)]
 
-    def _grown(self, want: Want) -> bool:
+    def _grown(self, demand: Demand) -> bool:
         """Grow a sequence, tensor by tensor. Tensors that have grown stay so if the next one finds no memory."""
-        held = self._held[want.sequence]
-        needed = held.length + want.planned
+        held = self._held[demand.sequence]
+        needed = held.length + demand.planned
         for block in range(self._blocks):
             if held.capacities[block] < needed:
                 capacity = self._capacity_for(needed)
@@ -198,7 +198,7 @@ class Growing(_Contiguous[_Growing]):
                 held.addresses[block], held.capacities[block] = address, capacity
                 if block == 0:
                     self.moved += held.length
-        held.length += want.kept
+        held.length += demand.kept
         return True
 
     def fork(self, parent: int, child: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Memory, Want
+from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Demand, Memory
 from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import OutOfFrames
 
@@ -43,23 +43,23 @@ class Live(Allocator):
             return False
         space = self.manager.open()
         self.spaces[sequence], self._lengths[sequence] = space, 0
-        if self.grow([Want(sequence, length, length)]):
+        if self.grow([Demand(sequence, length, length)]):
             self.free(sequence)
             return False
         return True
 
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
-        asids = np.array([self.spaces[want.sequence].asid for want in wants], np.int32)
-        planned = np.array([want.planned for want in wants], np.int64)
-        kept = np.array([want.kept for want in wants], np.int64)
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
+        asids = np.array([self.spaces[demand.sequence].asid for demand in demands], np.int32)
+        planned = np.array([demand.planned for demand in demands], np.int64)
+        kept = np.array([demand.kept for demand in demands], np.int64)
         try:
             plan = self.manager.plan(asids, planned)
         except OutOfFrames:
-            return list(wants)
+            return list(demands)
         self.moved += plan.num_copies * self.manager.block_size
         self.manager.commit(plan, None, kept)
-        for want in wants:
-            self._lengths[want.sequence] += want.kept
+        for demand in demands:
+            self._lengths[demand.sequence] += demand.kept
         return []
 
     def fork(self, parent: int, child: int) -> bool:

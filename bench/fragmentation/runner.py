@@ -33,8 +33,8 @@ from pagedkv.bench.fragmentation.cells import (
     UNAWARE,
     Cell,
 )
-from pagedkv.bench.fragmentation.driver import Driver, Outcome
 from pagedkv.bench.fragmentation.live import Live
+from pagedkv.bench.fragmentation.simulation import Simulation, Tally
 from pagedkv.bench.fragmentation.workloads import WORKLOADS, Workload, traced
 from pagedkv.bench.progress import track
 from pagedkv.errors import InvalidRequest
@@ -85,8 +85,8 @@ def measure(
             loads = {cell.workload: (load, load.requests(count))}
         load, requests = loads[cell.workload]
         allocator = MAKERS[variant](variant, load)
-        outcome = Driver(requests, allocator, EVERY).run()
-        for row in rows_of(cell, variant, allocator, outcome):
+        tally = Simulation(requests, allocator, EVERY).run()
+        for row in rows_of(cell, variant, allocator, tally):
             report(row)
     if COPIES in only or not (only or variants):
         report(runs.resized(CELLS[0].quick))
@@ -94,10 +94,10 @@ def measure(
             report(row)
 
 
-def rows_of(cell: Cell, variant: str, allocator: Allocator, outcome: Outcome) -> list[Row]:
+def rows_of(cell: Cell, variant: str, allocator: Allocator, tally: Tally) -> list[Row]:
     """Return the rows of one run."""
-    accounts = [moment.account for moment in outcome.loaded()]
-    rows = [_useful(cell.workload, variant, allocator, outcome)]
+    accounts = [moment.account for moment in tally.loaded()]
+    rows = [_useful(cell.workload, variant, allocator, tally)]
     figures = allocator.figures()
     if isinstance(allocator, Live) and variant != UNAWARE:
         held = [account.reserved + account.internal for account in accounts]
@@ -105,7 +105,7 @@ def rows_of(cell: Cell, variant: str, allocator: Allocator, outcome: Outcome) ->
         rows.append(_row("waste", cell.workload, variant, "% of mapped frames", 100 * share))
     if cell.figure == "saved" and variant == OURS:
         share = statistics.fmean(account.saved / (account.saved + account.held) for account in accounts)
-        copied = {"forks": outcome.forks, "copies": figures["copies"], "eager": outcome.eager / BLOCK}
+        copied = {"forks": tally.forks, "copies": figures["copies"], "eager": tally.eager / BLOCK}
         rows.append(_row("saved", cell.workload, variant, "%", 100 * share) | copied)
     if variant == OURS and "runs" in figures:
         rest = {name: figures[name] for name in ("pages", "mean_run")}
@@ -120,8 +120,8 @@ def _row(figure: str, workload: str, variant: str, unit: str, median: float) -> 
     return row | {"must": MUSTS.get(key)}
 
 
-def _useful(workload: str, variant: str, allocator: Allocator, outcome: Outcome) -> Row:
-    loaded, memory = outcome.loaded(), allocator.memory
+def _useful(workload: str, variant: str, allocator: Allocator, tally: Tally) -> Row:
+    loaded, memory = tally.loaded(), allocator.memory
     shares = {
         part: 100 * statistics.fmean(getattr(moment.account, part) / memory.capacity for moment in loaded)
         for part in PARTS
@@ -131,12 +131,12 @@ def _useful(workload: str, variant: str, allocator: Allocator, outcome: Outcome)
     if workload == "sharegpt" and variant in SEQUENCES:
         row["published_sequences"] = SEQUENCES[variant]
     for name in ("steps", "finished", "preemptions", "recomputed", "dropped", "stored"):
-        row[name] = getattr(outcome, name)
-    return row | {"moved": allocator.moved, "slots": memory.slots, "over_time": _over_time(outcome, memory.capacity)}
+        row[name] = getattr(tally, name)
+    return row | {"moved": allocator.moved, "slots": memory.slots, "over_time": _over_time(tally, memory.capacity)}
 
 
-def _over_time(outcome: Outcome, capacity: int) -> list[list[float]]:
-    moments = outcome.moments[:: max(1, len(outcome.moments) // SHOWN)]
+def _over_time(tally: Tally, capacity: int) -> list[list[float]]:
+    moments = tally.moments[:: max(1, len(tally.moments) // SHOWN)]
     return [
         [moment.step, *(round(100 * part / capacity, 2) for part in _parts(moment.account)), moment.sequences,
          moment.waiting]

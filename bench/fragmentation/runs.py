@@ -14,8 +14,8 @@ import numpy as np
 
 from pagedkv.bench.clock import Timing, compare, in_turn
 from pagedkv.bench.fragmentation.arenas import KIB, MIB
-from pagedkv.bench.fragmentation.driver import Driver
 from pagedkv.bench.fragmentation.live import Live
+from pagedkv.bench.fragmentation.simulation import Simulation
 from pagedkv.bench.fragmentation.workloads import WORKLOADS
 
 BYTES: Final = 128 * MIB
@@ -48,9 +48,9 @@ def resized(requests: int) -> dict[str, Any]:
     """Halve the load of a full pool, shrink the pool to what is mapped, and return a row with the frames that moved."""
     load = WORKLOADS["sharegpt"]
     live = Live("", load.memory, 16)
-    driver = Driver(load.requests(requests), live, observe_every=10**9)
-    for outcome in driver.steps():
-        if outcome.finished >= requests // 2:
+    simulation = Simulation(load.requests(requests), live, observe_every=10**9)
+    for tally in simulation.steps():
+        if tally.finished >= requests // 2:
             break
     for sequence in list(live.spaces)[::2]:
         live.free(sequence)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Memory, Want
+from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Demand, Memory
 
 
 class VirtualMemory(Allocator):
@@ -34,17 +34,17 @@ class VirtualMemory(Allocator):
         self._lengths[sequence] = length
         return True
 
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
         left, drafts = [], 0
-        for want in wants:
-            length = self._lengths[want.sequence]
-            before, planned, kept = (self._pages(length + more) for more in (0, want.planned, want.kept))
+        for demand in demands:
+            length = self._lengths[demand.sequence]
+            before, planned, kept = (self._pages(length + more) for more in (0, demand.planned, demand.kept))
             if planned - before > self._num_free:
-                left.append(want)
+                left.append(demand)
                 continue
             self._num_free -= planned - before
             drafts += planned - kept
-            self._lengths[want.sequence] = length + want.kept
+            self._lengths[demand.sequence] = length + demand.kept
         self._num_free += drafts  # unmapped once the whole step has run
         return left
 

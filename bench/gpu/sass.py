@@ -96,8 +96,8 @@ def steady_tile(code: list[Instruction], needed: Mapping[str, int]) -> list[Inst
     """
     heads = sorted({i.target for at, i in enumerate(code) if i.target is not None and i.target <= at})
     begins = _begins(code)
-    runs = [Run(code, begin, end, tuple(needed)) for begin, end in itertools.pairwise([*begins, len(code)])]
-    ways = [way for head in heads if (way := _shortest(dict(zip(begins, runs, strict=True)), head, needed))]
+    blocks = [BasicBlock(code, begin, end, tuple(needed)) for begin, end in itertools.pairwise([*begins, len(code)])]
+    ways = [way for head in heads if (way := _shortest(dict(zip(begins, blocks, strict=True)), head, needed))]
     if not ways:
         raise InvalidRequest(f"no loop of this code has a way with exactly {dict(needed)}")
     return [code[at] for at in min(ways, key=len)]
@@ -134,24 +134,26 @@ def entry(code: list[Instruction]) -> list[Instruction]:
     raise InvalidRequest("this code has no copy")
 
 
-class Run:
-    """Instructions in a row, with no jump into them and none out of them but by the last: its places, how many of each
-    needed name it has, and the places that may follow."""
+class BasicBlock:
+    """Instructions in a row, with no jump into them and none out of them but by the last.
+
+    places: the instructions, by number. next: the places that may follow. counts: how often each needed name occurs.
+    """
 
     def __init__(self, code: list[Instruction], begin: int, end: int, needed: tuple[str, ...]) -> None:
         self.places, self.next = range(begin, end), _after(code, end - 1)
         self.counts = tuple(sum(code[at].is_a(name) for at in self.places) for name in needed)
 
 
-def _shortest(runs: dict[int, Run], head: int, needed: Mapping[str, int]) -> list[int]:
+def _shortest(blocks: dict[int, BasicBlock], head: int, needed: Mapping[str, int]) -> list[int]:
     """Return the shortest cycle from `head` as the places of its instructions; [] for none.
 
-    A node is (where a run begins, how many of each needed name came before), so the search goes round an inner loop as
-    often as it must.
+    A node is (where a block begins, how many of each needed name came before), so the search goes round an inner loop
+    as often as it must.
     """
-    last = max(at for at, run in runs.items() if head in run.next and at >= head)
+    last = max(at for at, block in blocks.items() if head in block.next and at >= head)
     most = tuple(needed.values())
-    inside = [run.counts for at, run in runs.items() if head <= at <= last]
+    inside = [block.counts for at, block in blocks.items() if head <= at <= last]
     if any(want and not any(some) for want, some in zip(most, zip(*inside, strict=True), strict=True)):
         return []
     start, end = (head, *(0 for _ in needed)), (-1, *most)
@@ -164,15 +166,15 @@ def _shortest(runs: dict[int, Run], head: int, needed: Mapping[str, int]) -> lis
             way = []
             while node != start:
                 node = before[node]
-                way.append(runs[node[0]].places)
+                way.append(blocks[node[0]].places)
             return [place for places in reversed(way) for place in places]
         at, *counts = node
-        run = runs[at]
-        counts = [count + more for count, more in zip(counts, run.counts, strict=True)]
+        block = blocks[at]
+        counts = [count + more for count, more in zip(counts, block.counts, strict=True)]
         if any(n > limit for n, limit in zip(counts, most, strict=True)):
             continue
-        cost += len(run.places)
-        for to in run.next:
+        cost += len(block.places)
+        for to in block.next:
             following = end if to == head and tuple(counts) == most else (to, *counts)
             if (following == end or head < to <= last) and cost < costs.get(following, cost + 1):
                 costs[following], before[following] = cost, node
@@ -181,7 +183,7 @@ def _shortest(runs: dict[int, Run], head: int, needed: Mapping[str, int]) -> lis
 
 
 def _begins(code: list[Instruction]) -> list[int]:
-    """Return the places at which runs begin: the first, targets of jumps, and those after a jump or an end."""
+    """Return the places at which blocks begin: the first, targets of jumps, and those after a jump or an end."""
     after = {at + 1 for at, i in enumerate(code) if i.target is not None or i.kind in ENDS}
     begins = {0, *(i.target for i in code if i.target is not None), *after}
     return sorted(at for at in begins if at < len(code))

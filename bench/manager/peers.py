@@ -528,21 +528,21 @@ def make(adapter: Any, case: str) -> Run:
 
 
 @dataclass
-class Request:
+class Command:
     """A line of stdin: run `case` `runs` times."""
 
     case: str
     runs: int
 
 
-def requests(lines: Iterator[str]) -> Iterator[Request]:
-    """Yield a request for each line of JSON."""
+def commands(lines: Iterator[str]) -> Iterator[Command]:
+    """Yield a command for each line of JSON."""
     for line in lines:
-        yield Request(**json.loads(line))
+        yield Command(**json.loads(line))
 
 
 def serve(name: str) -> None:
-    """Answer requests until stdin ends. Only answers go to stdout; the output of a peer goes to stderr."""
+    """Answer commands until stdin ends. Only answers go to stdout; the output of a peer goes to stderr."""
     out = sys.stdout
     sys.stdout = sys.stderr
     adapter, ready = None, {}
@@ -552,13 +552,13 @@ def serve(name: str) -> None:
     except Exception as why:  # any reason why a peer cannot be imported is reported
         answer = {"absent": f"{type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"}
     print(json.dumps(answer), file=out, flush=True)
-    for request in requests(sys.stdin) if adapter else ():
+    for command in commands(sys.stdin) if adapter else ():
         try:
-            if request.case not in ready:
-                ready[request.case] = make(adapter, request.case)
+            if command.case not in ready:
+                ready[command.case] = make(adapter, command.case)
                 gc.collect()
                 gc.freeze()
-            answer = turn_of(ready[request.case], request.runs)
+            answer = turn_of(ready[command.case], command.runs)
         except Exception as why:
             answer = {"absent": str(why) if isinstance(why, Absent) else f"{type(why).__name__}: {why}"}
         print(json.dumps(answer), file=out, flush=True)

@@ -12,7 +12,7 @@ from pagedkv.bench import clock
 from pagedkv.bench.attention import pool
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.bandwidth import ceilings, device, disk, subjects, turns
-from pagedkv.bench.bandwidth.ceilings import KIB, Bound, Memory
+from pagedkv.bench.bandwidth.ceilings import KIB, Bound, Region
 from pagedkv.bench.bandwidth.subjects import Subject
 from pagedkv.bench.bandwidth.turns import Speeds
 
@@ -48,7 +48,7 @@ def marked(cell: Cell) -> int:
 def test_the_bytes_of_a_decode_are_those_of_its_tokens_one_by_one(kv, shape):
     batch, context, block_size = shape
     cell = Cell(batch=batch, context=context, block_size=block_size, heads=4, kv_heads=2, head_dim=64, kv=kv)
-    (subject,) = subjects.decodes([cell], Memory.of(2 * MIB, is_huge=True), ())
+    (subject,) = subjects.decodes([cell], Region.of(2 * MIB, is_huge=True), ())
     assert subject.num_bytes == marked(cell)
 
 
@@ -56,7 +56,7 @@ def test_the_bytes_of_a_decode_are_those_of_its_tokens_one_by_one(kv, shape):
 def test_the_bytes_of_a_gather_are_those_of_its_tokens_and_of_the_result(kv, monkeypatch):
     small = Cell(batch=4, context=48, kv_heads=2, head_dim=64)
     monkeypatch.setattr(subjects, "BASE", small)
-    found = list(subjects.gathers([kv], Memory.of(2 * MIB, is_huge=True)))
+    found = list(subjects.gathers([kv], Region.of(2 * MIB, is_huge=True)))
     assert [subject.axes.get("order") for subject in found] == [None, "in order"]
     result = 2 * 4 * 48 * 2 * 64 * 2
     moved = result + marked(Cell(**{**vars(small), "kv": "" if kv == "bfloat16" else kv}))
@@ -67,7 +67,7 @@ def test_frames_in_order_are_gathered_from_neighbours(monkeypatch):
     drawn = []
     monkeypatch.setattr(subjects, "BASE", Cell(batch=4, context=48, kv_heads=2, head_dim=64))
     monkeypatch.setattr(subjects, "gather_kv", lambda layer, batch, out: drawn.append(batch.block_table[0, :3]))
-    for subject in subjects.gathers(["bfloat16"], Memory.of(2 * MIB, is_huge=True)):
+    for subject in subjects.gathers(["bfloat16"], Region.of(2 * MIB, is_huge=True)):
         subject.variants["pagedkv"]()()
     assert drawn[1].diff().tolist() == [1, 1]
 
@@ -86,11 +86,11 @@ def test_the_copy_of_torch_moves_words_as_ours_does_and_no_single_bytes():
     assert {("index_copy_", torch.int64), ("index", torch.int64)} <= seen
 
 
-def halves() -> Memory:
+def halves() -> Region:
     """A region of ones, then zeros."""
-    memory = Memory.of(16 * MIB, is_huge=True)
-    memory.bytes[: 8 * MIB], memory.bytes[8 * MIB :] = 1, 0
-    return memory
+    region = Region.of(16 * MIB, is_huge=True)
+    region.bytes[: 8 * MIB], region.bytes[8 * MIB :] = 1, 0
+    return region
 
 
 @pytest.mark.parametrize("size", [4 * KIB, 32 * KIB, 2048 * KIB])
@@ -98,21 +98,21 @@ def test_a_copy_moves_as_many_bytes_as_it_counts(size):
     names = set()
     for count, subject in enumerate(subjects.copies([size], halves())):
         for name in subject.variants:
-            memory = halves()
-            fresh = list(subjects.copies([size], memory))[count]
+            region = halves()
+            fresh = list(subjects.copies([size], region))[count]
             fresh.variants[name]()()
-            assert 2 * int(memory.bytes[8 * MIB :].sum()) == subject.num_bytes
-            assert memory.bytes[: 8 * MIB].all()
+            assert 2 * int(region.bytes[8 * MIB :].sum()) == subject.num_bytes
+            assert region.bytes[: 8 * MIB].all()
             names.add((name, subject.axes["order"]))
     assert len(names) == 4
 
 
 def test_the_ceilings_of_a_copy_move_as_many_bytes_as_they_count():
-    memory = halves()
-    bound = memory.bounds()["copy"]
+    region = halves()
+    bound = region.bounds()["copy"]
     bound.step()()
-    assert 2 * int(memory.bytes[8 * MIB :].sum()) == bound.num_bytes == memory.window
-    source, target = memory.pair()
+    assert 2 * int(region.bytes[8 * MIB :].sum()) == bound.num_bytes == region.window
+    source, target = region.pair()
     assert source.data_ptr() + len(source) <= target.data_ptr()
 
 
@@ -120,7 +120,7 @@ def test_the_ceilings_of_a_copy_move_as_many_bytes_as_they_count():
 def test_a_linear_operation_reads_its_weights_once_and_multiplies_each_by_each_token(operation, monkeypatch):
     monkeypatch.setattr(subjects, "LINEAR", {operation: 128})
     monkeypatch.setattr(subjects, "WIDE", 256)
-    (subject,) = subjects.linears([3], [], Memory.of(2 * MIB, is_huge=True))
+    (subject,) = subjects.linears([3], [], Region.of(2 * MIB, is_huge=True))
     assert (subject.num_bytes, subject.flops) == (128 * 256 * 2, sum(2 for _ in range(3 * 128 * 256)))
     results = [step()() for step in subject.variants.values()]
     assert len(results) == 2
@@ -154,7 +154,7 @@ class Machine:
 
     def __call__(self, run: Callable[[], object]) -> tuple[float, bool]:
         speed = next(self.speeds)
-        return 1.0 / abs(speed) * (2.0 if isinstance(run, turns._Run) else 1.0), speed > 0
+        return 1.0 / abs(speed) * (2.0 if isinstance(run, turns._Repetition) else 1.0), speed > 0
 
 
 def measured(speeds: list[float], repetitions: int) -> tuple[dict[str, object], Speeds]:

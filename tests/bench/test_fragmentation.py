@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pagedkv.bench.fragmentation import cells, contiguous, driver, runs, workloads
-from pagedkv.bench.fragmentation.account import Account, Allocator, Memory, Want
+from pagedkv.bench.fragmentation import cells, contiguous, runs, simulation, workloads
+from pagedkv.bench.fragmentation.account import Account, Allocator, Demand, Memory
 from pagedkv.bench.fragmentation.arenas import KIB, MIB, Buddy, CachingArena
 from pagedkv.bench.fragmentation.contiguous import Growing, Reserving
-from pagedkv.bench.fragmentation.driver import Driver, Outcome
 from pagedkv.bench.fragmentation.live import Live
+from pagedkv.bench.fragmentation.simulation import Simulation, Tally
 from pagedkv.bench.fragmentation.virtual import VirtualMemory
 from pagedkv.bench.fragmentation.workloads import Request, Workload
 from tests.bench.twins import SlowBuddy, SlowCachingArena, SlowGrowing, SlowPages, mapped_bytes
@@ -54,9 +54,9 @@ class Audited(Allocator):
         assert self.prove() == before
         return False
 
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
-        left = self.inner.grow(wants)
-        assert set(left) <= set(wants)
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
+        left = self.inner.grow(demands)
+        assert set(left) <= set(demands)
         self.prove()
         return left
 
@@ -84,8 +84,8 @@ def test_every_account_adds_up_after_every_call_and_all_memory_comes_back(varian
     load = Workload("drawn", workloads.SHAREGPT, SMALL)
     audited = Audited(cells.MAKERS[variant](variant, load))
     requests = drawn(1, kind)
-    outcome = Driver(requests, audited).run()
-    assert outcome.finished + outcome.dropped == len(requests)
+    tally = Simulation(requests, audited).run()
+    assert tally.finished + tally.dropped == len(requests)
     assert audited.calls > 100
     assert audited.prove().free == SMALL.capacity
 
@@ -134,7 +134,7 @@ def test_the_manager_and_pages_in_python_lists_have_the_same_accounts(kind, bloc
     memory = replace(SMALL, slots=404)
     requests = drawn(2, kind, 12)
     live, slow = Live("", memory, block_size), SlowPages(memory, block_size)
-    ours, theirs = Driver(requests, live).run(), Driver(requests, slow).run()
+    ours, theirs = Simulation(requests, live).run(), Simulation(requests, slow).run()
     assert ours == theirs
     assert ours.preemptions
     assert live.moved == slow.moved
@@ -155,7 +155,7 @@ def test_caches_that_grow_and_marks_in_python_lists_have_the_same_accounts(kind,
     else:
         growing = Growing("", memory, contiguous.power_of_two, Buddy)
         slow = SlowGrowing(memory, contiguous.power_of_two, SlowBuddy(memory.slots))
-    ours, theirs = Driver(requests, growing).run(), Driver(requests, slow).run()
+    ours, theirs = Simulation(requests, growing).run(), Simulation(requests, slow).run()
     assert ours == theirs
     assert ours.preemptions + ours.dropped
     assert growing.moved == slow.moved > 0
@@ -166,8 +166,8 @@ def test_caches_that_grow_and_marks_in_python_lists_have_the_same_accounts(kind,
 def test_virtual_memory_maps_the_pages_that_tokens_touch(page):
     memory = replace(SMALL, token_bytes=8 * 1000)
     virtual = VirtualMemory("", memory, page)
-    driver = Driver(drawn(3, {}), virtual)
-    for _ in driver.steps():
+    simulation = Simulation(drawn(3, {}), virtual)
+    for _ in simulation.steps():
         lengths = list(virtual._lengths.values())
         assert virtual.account({}).held == mapped_bytes(memory, page, lengths)
 
@@ -176,15 +176,15 @@ def test_virtual_memory_maps_the_pages_that_tokens_touch(page):
 def test_a_reservation_is_counted_slot_by_slot(limit):
     reserving = Reserving("", replace(SMALL, slots=3000), limit, Buddy)
     requests = [Request(33, 21), Request(100, 60), Request(7, 3)]
-    driver = Driver(requests, reserving)
+    simulation = Simulation(requests, reserving)
     finals = {i: request.final for i, request in enumerate(requests)}
-    for outcome in driver.steps():
-        account, marks = outcome.moments[-1].account, ""
-        if outcome.finished:
+    for tally in simulation.steps():
+        account, marks = tally.moments[-1].account, ""
+        if tally.finished:
             break
         for i, request in enumerate(requests):
             for slot in range(limit(SMALL, request.prompt, request.final)):
-                stored = request.prompt + outcome.steps
+                stored = request.prompt + tally.steps
                 marks += "u" if slot < stored else "r" if slot < finals[i] else "i"
         counted = [marks.count(mark) * SMALL.token_bytes for mark in "uri"]
         assert [account.useful, account.reserved, account.internal] == counted
@@ -213,29 +213,29 @@ def test_the_lengths_have_the_published_means():
     assert (prompts.mean(), outputs.mean()) == pytest.approx((2048, 28), rel=0.05)
 
 
-def served(variant: str, workload: str, count: int) -> tuple[Outcome, float]:
-    """Serve requests; return the outcome and the mean useful share of the memory, in per cent."""
+def served(variant: str, workload: str, count: int) -> tuple[Tally, float]:
+    """Serve requests; return the tally and the mean useful share of the memory, in per cent."""
     load = workloads.WORKLOADS[workload]
-    outcome = Driver(load.requests(count), cells.MAKERS[variant](variant, load), 8).run()
-    return outcome, 100 * statistics.fmean(m.account.useful / load.memory.capacity for m in outcome.loaded())
+    tally = Simulation(load.requests(count), cells.MAKERS[variant](variant, load), 8).run()
+    return tally, 100 * statistics.fmean(m.account.useful / load.memory.capacity for m in tally.loaded())
 
 
 @pytest.mark.many_steps
 def test_contiguous_reservations_waste_what_the_paper_measured_and_pages_do_not():
     for variant in (cells.MAXIMUM, cells.POWER, cells.ORACLE):
         published = cells.PUBLISHED["useful", "sharegpt", variant]
-        outcome, useful = served(variant, "sharegpt", 120)
+        tally, useful = served(variant, "sharegpt", 120)
         assert useful == pytest.approx(published, abs=4), variant
-        sequences = statistics.fmean(moment.sequences for moment in outcome.loaded())
+        sequences = statistics.fmean(moment.sequences for moment in tally.loaded())
         assert sequences == pytest.approx(cells.SEQUENCES[variant], rel=0.08)
-    outcome, useful = served(cells.OURS, "sharegpt", 120)
+    tally, useful = served(cells.OURS, "sharegpt", 120)
     assert useful >= cells.MUSTS["useful", "sharegpt", cells.OURS]
-    assert outcome.finished == 120
+    assert tally.finished == 120
 
 
 def test_beams_of_a_model_keep_the_best_candidates():
     scores = np.zeros(4)
-    parents = driver.next_beams(np.random.default_rng(0), scores)
+    parents = simulation.next_beams(np.random.default_rng(0), scores)
     assert list(scores) == sorted(scores, reverse=True)
     assert set(parents) <= set(range(4))
     assert (scores < 0).all()

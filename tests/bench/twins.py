@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Memory, Want
+from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Demand, Memory
 from pagedkv.bench.fragmentation.arenas import KIB, MIB
 
 
@@ -139,14 +139,14 @@ class SlowGrowing(Allocator):
         self.blocks[sequence] = found
         return True
 
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
-        return [want for want in wants if not self.grown(want)]
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
+        return [demand for demand in demands if not self.grown(demand)]
 
-    def grown(self, want: Want) -> bool:
-        tensors = self.blocks[want.sequence]
+    def grown(self, demand: Demand) -> bool:
+        tensors = self.blocks[demand.sequence]
         for i, (old, marks) in enumerate(tensors):
-            if marks.count(False) < want.planned:
-                room = self.room(sum(marks) + want.planned)
+            if marks.count(False) < demand.planned:
+                room = self.room(sum(marks) + demand.planned)
                 new = self.arena.allocate(room * self.slot)
                 if new is None:
                     return False
@@ -154,7 +154,7 @@ class SlowGrowing(Allocator):
                 self.moved += sum(marks) if i == 0 else 0
                 tensors[i] = new, [slot < sum(marks) for slot in range(room)]
         for _, marks in tensors:
-            for _ in range(want.kept):
+            for _ in range(demand.kept):
                 marks[marks.index(False)] = True
         return True
 
@@ -207,22 +207,22 @@ class SlowPages(Allocator):
         if pages > self.num_free() - (math.ceil(HEADROOM * self.num_frames) if self.tables else 0):
             return False
         self.tables[sequence], self.lengths[sequence] = [], 0
-        return not self.grow([Want(sequence, length, length)])
+        return not self.grow([Demand(sequence, length, length)])
 
-    def grow(self, wants: Sequence[Want]) -> list[Want]:
+    def grow(self, demands: Sequence[Demand]) -> list[Demand]:
         needed = 0
-        for want in wants:
-            length, table = self.lengths[want.sequence], self.tables[want.sequence]
-            needed += -(-(length + want.planned) // self.size) - len(table)
-        tails = [self.tables[w.sequence][-1] for w in wants if self.lengths[w.sequence] % self.size]
+        for demand in demands:
+            length, table = self.lengths[demand.sequence], self.tables[demand.sequence]
+            needed += -(-(length + demand.planned) // self.size) - len(table)
+        tails = [self.tables[w.sequence][-1] for w in demands if self.lengths[w.sequence] % self.size]
         for tail in {id(tail): tail for tail in tails}.values():
             writers = sum(other is tail for other in tails)
             needed += min(writers, self.refs(tail) - 1)
         if needed > self.num_free():
-            return list(wants)
-        for want in wants:
-            table, begin = self.tables[want.sequence], self.lengths[want.sequence]
-            for position in range(begin, begin + want.kept):
+            return list(demands)
+        for demand in demands:
+            table, begin = self.tables[demand.sequence], self.lengths[demand.sequence]
+            for position in range(begin, begin + demand.kept):
                 page, slot = divmod(position, self.size)
                 if page == len(table):
                     table.append(set())
@@ -230,7 +230,7 @@ class SlowPages(Allocator):
                     self.moved += self.size
                     table[page] = set(table[page])
                 table[page].add(slot)
-            self.lengths[want.sequence] = begin + want.kept
+            self.lengths[demand.sequence] = begin + demand.kept
         return []
 
     def fork(self, parent: int, child: int) -> bool:

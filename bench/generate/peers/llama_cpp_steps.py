@@ -25,20 +25,20 @@ TYPES = {"f16": 1, "bf16": 30}
 class Engine:
     """The model, and the context of the open sequences."""
 
-    def __init__(self, asked: Any) -> None:
-        path = asked.folder / "model.gguf"
+    def __init__(self, load: Any) -> None:
+        path = load.folder / "model.gguf"
         if not path.exists():
-            write(asked.folder, path)
+            write(load.folder, path)
         c.llama_log_set(SILENT, None)
         c.llama_backend_init()
         self.model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
         if not self.model:
             raise RuntimeError("llama.cpp could not load the GGUF file")
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
-        self.asked, self.context, self.batch = asked, None, c.llama_batch_init(CHUNK, 0, 1)
+        self.load, self.context, self.batch = load, None, c.llama_batch_init(CHUNK, 0, 1)
         features = c.llama_print_system_info().decode().split("|")
         has_bf16 = any(feature.split("=")[0].strip() == "AVX512_BF16" for feature in features)
-        self.about = {"version": f"llama-cpp-python {version('llama-cpp-python')}", "weights": "bf16", "kv": asked.kv}
+        self.about = {"version": f"llama-cpp-python {version('llama-cpp-python')}", "weights": "bf16", "kv": load.kv}
         self.about["isa"] = "AVX512_BF16" if has_bf16 else "without AVX512_BF16"
 
     def open(self, batch: int, context: int, steps: int) -> None:
@@ -47,8 +47,8 @@ class Engine:
         params = c.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = batch * _padded(context + steps), batch, False
         params.n_batch = params.n_ubatch = CHUNK
-        params.n_threads = params.n_threads_batch = self.asked.threads
-        params.type_k = params.type_v = TYPES[self.asked.kv]
+        params.n_threads = params.n_threads_batch = self.load.threads
+        params.type_k = params.type_v = TYPES[self.load.kv]
         self.context = c.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError("llama.cpp could not make a context")

@@ -33,19 +33,19 @@ SLACK = 256
 class Engine:
     """The pipeline, and the requests of the open sequences."""
 
-    def __init__(self, asked: Any) -> None:
-        config = json.loads((asked.folder / "config.json").read_text(encoding="utf-8"))
+    def __init__(self, load: Any) -> None:
+        config = json.loads((load.folder / "config.json").read_text(encoding="utf-8"))
         self.vocabulary, self.handles, self.requests = config["vocab_size"], [], 0
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.max_num_batched_tokens, scheduler.max_num_seqs = CHUNK, asked.sequences
+        scheduler.max_num_batched_tokens, scheduler.max_num_seqs = CHUNK, load.sequences
         scheduler.enable_prefix_caching, scheduler.dynamic_split_fuse = False, True
-        scheduler.num_kv_blocks = asked.tokens // BLOCK + 2 * asked.sequences
-        properties = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": asked.kv}
-        properties["INFERENCE_NUM_THREADS"] = asked.threads
+        scheduler.num_kv_blocks = load.tokens // BLOCK + 2 * load.sequences
+        properties = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": load.kv}
+        properties["INFERENCE_NUM_THREADS"] = load.threads
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
-            str(converted(asked.folder)), scheduler, "CPU", properties
+            str(converted(load.folder)), scheduler, "CPU", properties
         )
-        self.about = {"version": f"openvino-genai {version('openvino-genai')}", "weights": "f16", "kv": asked.kv}
+        self.about = {"version": f"openvino-genai {version('openvino-genai')}", "weights": "f16", "kv": load.kv}
         self.about["precision"] = "bf16"
 
     def open(self, batch: int, context: int, steps: int) -> None:

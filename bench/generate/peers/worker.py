@@ -35,7 +35,7 @@ PAUSE = 0.01
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """The request to load a checkpoint.
 
     kv:        the dtype of K and V.
@@ -64,13 +64,13 @@ class Worker:
             text = str(why).strip().splitlines() or [""]
             return {"why_not": f"{type(why).__name__}: {text[0]}"}
 
-    def load(self, folder: str, **asked: Any) -> dict[str, Any]:
+    def load(self, folder: str, **rest: Any) -> dict[str, Any]:
         """Load the checkpoint in `folder`."""
         spec = importlib.util.spec_from_file_location(self.steps.stem, self.steps)
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.steps.stem] = module
         spec.loader.exec_module(module)
-        self.engine = module.Engine(Asked(Path(folder), **asked))
+        self.engine = module.Engine(LoadRequest(Path(folder), **rest))
         return {"about": self.engine.about}
 
     def open(self, batch: int, context: int, steps: int) -> None:

@@ -42,7 +42,7 @@ _BYTES: Final = {"128": 16, "64": 8, "U8": 4, "S8": 4, "U16": 4, "S16": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Needs:
     """The needs of one instruction.
 
     pipe, cycles:  "" for no pipe: it takes only its issue slot.
@@ -62,14 +62,14 @@ class Ask:
     meets: bool = False
 
 
-def asked(text: str) -> Ask:
+def needs_of(text: str) -> Needs:
     """Return the needs of an instruction, given without its predicate."""
     name, _, rest = text.partition(" ")
     kind, *suffixes = name.split(".")
     pipe, cycles = _pipe(kind, suffixes)
     reads, writes = _registers(kind, suffixes, rest)
     is_group = kind == "HGMMA"
-    return Ask(
+    return Needs(
         pipe,
         cycles,
         LATENCY.get(kind, USUAL_LATENCY),

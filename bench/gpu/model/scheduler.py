@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from pagedkv.bench.gpu.model.pipes import PIPES, Ask, asked
+from pagedkv.bench.gpu.model.pipes import PIPES, Needs, needs_of
 
 TILES: Final = 6
 """Tiles that are run for each warp."""
@@ -29,9 +29,9 @@ SKIPPED: Final = 2
 def pipe_cycles(code: Sequence[str]) -> dict[str, int]:
     """Return the cycles of each pipe that one pass through the code takes; "issue" has one for each instruction."""
     found: Counter[str] = Counter(issue=len(code))
-    for ask in map(asked, code):
-        if ask.pipe:
-            found[ask.pipe] += ask.cycles
+    for needs in map(needs_of, code):
+        if needs.pipe:
+            found[needs.pipe] += needs.cycles
     return {pipe: found[pipe] for pipe in PIPES if found[pipe]}
 
 
@@ -41,16 +41,16 @@ def cycles(code: Sequence[str], warps: int, together: int = 1) -> float:
     code:     the instructions of a tile, without predicates
     together: warps of one program on this scheduler: they meet at its barriers.
     """
-    run = _Run([asked(text) for text in code], warps, together)
-    while len(run.marks) < TILES * warps:
-        run.step()
-    return (run.marks[-1] - run.marks[SKIPPED * warps - 1]) / (TILES - SKIPPED)
+    scheduler = _WarpScheduler([needs_of(text) for text in code], warps, together)
+    while len(scheduler.marks) < TILES * warps:
+        scheduler.step()
+    return (scheduler.marks[-1] - scheduler.marks[SKIPPED * warps - 1]) / (TILES - SKIPPED)
 
 
-class _Run:
+class _WarpScheduler:
     """The state of a scheduler: the place of each warp, when registers and pipes are ready."""
 
-    def __init__(self, code: list[Ask], warps: int, together: int) -> None:
+    def __init__(self, code: list[Needs], warps: int, together: int) -> None:
         self.code, self.together, self.now = code, together, 0
         self.at, self.next_issue = [0] * warps, [0] * warps
         self.products = [0] * warps  # when the last product of a warpgroup ends
@@ -72,14 +72,14 @@ class _Run:
         self.now += 1
 
     def _can_issue(self, warp: int) -> bool:
-        ask, ready, now = self.code[self.at[warp]], self.ready[warp], self.now
-        if self.next_issue[warp] > now or (self.free.get(ask.pipe, 0) > now and not ask.starts):
+        needs, ready, now = self.code[self.at[warp]], self.ready[warp], self.now
+        if self.next_issue[warp] > now or (self.free.get(needs.pipe, 0) > now and not needs.starts):
             return False
-        if ask.waits and self.products[warp] > now:
+        if needs.waits and self.products[warp] > now:
             return False
-        if ask.meets and not self._all_arrived(warp):
+        if needs.meets and not self._all_arrived(warp):
             return False
-        return all(ready.get(register, 0) <= now for register in (*ask.reads, *ask.writes))
+        return all(ready.get(register, 0) <= now for register in (*needs.reads, *needs.writes))
 
     def _all_arrived(self, warp: int) -> bool:
         """Whether every warp of the program stands at this barrier or has passed it."""
@@ -95,15 +95,15 @@ class _Run:
         )
 
     def _issue(self, warp: int) -> None:
-        ask, now = self.code[self.at[warp]], self.now
-        if ask.pipe:
-            self.free[ask.pipe] = max(now, self.free.get(ask.pipe, 0)) + ask.cycles
-        for register in ask.writes:
-            self.ready[warp][register] = now + ask.latency
-        if ask.starts:
-            self.products[warp] = self.free[ask.pipe] + USUAL_PRODUCT
-        self.next_issue[warp] = now + ask.stall
-        self.met[warp] += ask.meets
+        needs, now = self.code[self.at[warp]], self.now
+        if needs.pipe:
+            self.free[needs.pipe] = max(now, self.free.get(needs.pipe, 0)) + needs.cycles
+        for register in needs.writes:
+            self.ready[warp][register] = now + needs.latency
+        if needs.starts:
+            self.products[warp] = self.free[needs.pipe] + USUAL_PRODUCT
+        self.next_issue[warp] = now + needs.stall
+        self.met[warp] += needs.meets
         self.at[warp] += 1
         if self.at[warp] == len(self.code):
             self.at[warp] = 0

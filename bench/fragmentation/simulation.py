@@ -1,11 +1,11 @@
-"""The driver: serves the requests of a workload with one allocator, step by step.
+"""The simulation serves the requests of a workload with one allocator, step by step.
 
 A step: requests arrive; the first in the queue is admitted while the allocator takes it; beams are reordered; every
 sequence stores a token (or its accepted drafts); sequences that have their output finish. If a sequence finds no
 memory, the request that began last is preempted: its memory is given back, it goes to the head of the queue, and what
 it had stored is computed again. So the oldest request always ends. All sequences of a request come and go together.
 
-The driver holds no rule of an allocator. It knows the lengths of outputs, and the allocators do not.
+The simulation holds no rule of an allocator. It knows the lengths of outputs, and the allocators do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.bench.fragmentation.account import Account, Allocator, Want
+from pagedkv.bench.fragmentation.account import Account, Allocator, Demand
 from pagedkv.bench.fragmentation.workloads import Request
 
 ACCEPTED: Final = 0.7
@@ -39,8 +39,8 @@ class Moment:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The result of a run.
+class Tally:
+    """The counts of a run.
 
     moments:     after each step that was observed.
     recomputed:  tokens that were stored a second time after a preemption.
@@ -76,7 +76,7 @@ class _Running:
     scores: np.ndarray
 
 
-class Driver:
+class Simulation:
     """One run of an allocator. observe_every: steps from one account to the next."""
 
     def __init__(self, requests: Sequence[Request], allocator: Allocator, observe_every: int = 1) -> None:
@@ -87,30 +87,30 @@ class Driver:
         self._is_closed = False
         self._allocator = allocator
         self._observe_every = observe_every
-        self.outcome = Outcome()
+        self.tally = Tally()
 
-    def run(self) -> Outcome:
+    def run(self) -> Tally:
         """Serve all requests."""
         for _ in self.steps():
             pass
-        return self.outcome
+        return self.tally
 
-    def steps(self) -> Iterator[Outcome]:
+    def steps(self) -> Iterator[Tally]:
         """Serve all requests; yield after each step."""
-        outcome = self.outcome
+        tally = self.tally
         while self._coming or self._waiting or self._running:
-            while self._coming and self._coming[0].arrives <= outcome.steps:
+            while self._coming and self._coming[0].arrives <= tally.steps:
                 self._waiting.append((self._coming.popleft(), 0))
             self._admit()
             for running in self._running:
                 if running.request.beams > 1 and running.done:
                     self._reorder(running)
             self._grow()
-            if outcome.steps % self._observe_every == 0 and self._running:
-                outcome.moments.append(self._moment())
+            if tally.steps % self._observe_every == 0 and self._running:
+                tally.moments.append(self._moment())
             self._finish()
-            outcome.steps += 1
-            yield outcome
+            tally.steps += 1
+            yield tally
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
@@ -124,10 +124,10 @@ class Driver:
                 if self._running:
                     return
                 self._waiting.popleft()
-                self.outcome.dropped += 1
+                self.tally.dropped += 1
                 continue
             self._waiting.popleft()
-            self.outcome.stored += request.prompt + done
+            self.tally.stored += request.prompt + done
             random = np.random.default_rng(request.seed)
             self._running.append(_Running(request, members, done, random, np.zeros(width)))
 
@@ -143,8 +143,8 @@ class Driver:
                     self._allocator.free(member)
                 return []
             members.append(child)
-        self.outcome.forks += width - 1
-        self.outcome.eager += (width - 1) * request.prompt
+        self.tally.forks += width - 1
+        self.tally.eager += (width - 1) * request.prompt
         return members
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -160,47 +160,47 @@ class Driver:
             if parent in seen:
                 source, member = member, lost.pop()
                 self._allocator.overwrite(member, source)
-                self.outcome.forks += 1
-                self.outcome.eager += running.request.prompt + running.done
+                self.tally.forks += 1
+                self.tally.eager += running.request.prompt + running.done
             seen.add(parent)
             members.append(member)
         running.members = members
 
-    def _wants(self, running: _Running) -> list[Want]:
+    def _demands(self, running: _Running) -> list[Demand]:
         request = running.request
         if not request.drafts:
-            return [Want(member) for member in running.members]
+            return [Demand(member) for member in running.members]
         rejected = running.random.random(request.drafts) > ACCEPTED
         accepted = int(rejected.argmax()) if rejected.any() else request.drafts
         kept = min(accepted + 1, request.output - running.done)
-        return [Want(member, request.drafts + 1, kept) for member in running.members]
+        return [Demand(member, request.drafts + 1, kept) for member in running.members]
 
     def _grow(self) -> None:
-        wants = {id(running): self._wants(running) for running in self._running}
-        left = self._allocator.grow([want for group in wants.values() for want in group])
+        demands = {id(running): self._demands(running) for running in self._running}
+        left = self._allocator.grow([demand for group in demands.values() for demand in group])
         while left:
             victim = self._running[-1]
             self._preempt(victim)
             gone = set(victim.members)
-            left = [want for want in left if want.sequence not in gone]
+            left = [demand for demand in left if demand.sequence not in gone]
             if left:
                 left = self._allocator.grow(left)
         for running in self._running:
-            kept = wants[id(running)][0].kept
+            kept = demands[id(running)][0].kept
             running.done += kept
-            self.outcome.stored += kept * len(running.members)
+            self.tally.stored += kept * len(running.members)
 
     def _preempt(self, victim: _Running) -> None:
         self._running.remove(victim)
         for member in victim.members:
             self._allocator.free(member)
         if not self._running:
-            self.outcome.dropped += 1
+            self.tally.dropped += 1
             self._is_closed = False  # no running request is left whose end would let in another
             return
-        self.outcome.preemptions += 1
+        self.tally.preemptions += 1
         self._is_closed = self._allocator.is_blind
-        self.outcome.recomputed += victim.request.prompt + len(victim.members) * victim.done
+        self.tally.recomputed += victim.request.prompt + len(victim.members) * victim.done
         self._waiting.appendleft((victim.request, victim.done))
 
     def _finish(self) -> None:
@@ -209,7 +209,7 @@ class Driver:
             for member in running.members:
                 self._allocator.free(member)
         self._running = [running for running in self._running if running.done < running.request.output]
-        self.outcome.finished += len(ended)
+        self.tally.finished += len(ended)
         self._is_closed &= not ended
 
     # -- observation ---------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Driver:
             member: running.request.output - running.done for running in self._running for member in running.members
         }
         account = self._allocator.account(remaining)
-        return Moment(self.outcome.steps, account, len(remaining), len(self._waiting))
+        return Moment(self.tally.steps, account, len(remaining), len(self._waiting))
 
 
 def next_beams(random: np.random.Generator, scores: np.ndarray) -> np.ndarray:
