@@ -272,8 +272,13 @@ def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: i
         engine.cache.forget()
         return taken
 
-    found = _in_turns((OURS, *((DYNAMIC,) if host else ())), turns, run, lambda: product_speed(length))
+    is_slow = linear.is_slow_in_torch(torch.bfloat16)
+    others = (DYNAMIC,) if host and not is_slow else ()
+    found = _in_turns((OURS, *others), turns, run, lambda: product_speed(length))
     _report_times(report, "prefill", (1, length), found, operations, "gflop_per_s")
+    if host and is_slow:
+        why = "torch multiplies bfloat16 without oneDNN here, so that a prompt takes minutes"
+        report(_axes("prefill", (1, length), DYNAMIC) | {"median": None, "why_not": why})
 
 
 def product_speed(rows: int) -> float:

@@ -25,7 +25,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(runner, "measure", partial(runner.measure, config=models.TINY))
 
 
-def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path):
+def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.linear, "is_slow_in_torch", lambda _: False)  # then transformers reads a prompt, too
     kept = tmp_path / "rows.jsonl"
     status, out, _ = command("bench", "generate", "--quick", "--turns", 1, "--json", "--record", kept)
     assert status == 0
@@ -40,6 +41,17 @@ def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path):
     parts = {row["variant"]: row["median"] for row in rows if row["case"] == "part"}
     assert {"norm_linear", "norm_rotate", "linear_add", "norm_gate_up", "logits", "paged_attention"} <= set(parts)
     assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_prompt_of_transformers_is_timed_only_where_torch_is_not_slow(command, tiny, monkeypatch, is_slow):
+    monkeypatch.setattr(runner.linear, "is_slow_in_torch", lambda _: is_slow)
+    options = ("--turns", 1, "--shape", "1x32", "--json", "--record", "/dev/null")
+    status, out, _ = command("bench", "generate", *options)
+    assert status == 0
+    (row,) = (r for r in json.loads(out) if (r["case"], r["variant"]) == ("prefill", runner.DYNAMIC))
+    assert "without oneDNN" in row["why_not"] if is_slow else row["median"] > 0
+    assert (row["median"] is None) is is_slow
 
 
 @pytest.mark.parametrize(("is_slow", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
