@@ -42,6 +42,9 @@ SLICE: Final = 0.004
 LOST: Final = 0.05
 COUNTED: Final = 0.4
 """Seconds of a repetition for which the kernel's hundredths are fine enough."""
+TRIES: Final = 3
+PAUSE: Final = 0.1
+"""Seconds before a reading of memory is repeated: our own threads have gone to sleep then."""
 SLOWER: Final = 1.25
 SPINS: Final = 4000
 """Passes of the loop that shows the speed of the clock: a tenth of a millisecond."""
@@ -209,10 +212,20 @@ class Turns(Generic[Name]):
     def __iter__(self) -> Iterator[list[Name]]:
         """Yield the variants in a new order for each turn. The first `warm_up` turns do not count."""
         for order in by_lot(self.taken, self.turns, self.text, warm_up=self.warm_up):
-            self._rates.append(self._read())
+            self._read_memory()
             self._spins.append(spin())
             yield order
-        self._rates.append(self._read())
+        self._read_memory()
+
+    def _read_memory(self) -> None:
+        """Keep a reading of memory. One that differs from the last one is repeated: a change must last to count."""
+        rate = self._read()
+        for _ in range(TRIES if self._rates else 0):
+            if is_steady(self._rates[-1], rate):
+                break
+            time.sleep(PAUSE)
+            rate = self._read()
+        self._rates.append(rate)
 
     def add(self, name: Name, seconds: float, is_clean: bool) -> None:
         """Keep the seconds of a variant in this turn."""
@@ -241,6 +254,8 @@ def in_turn(
     steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu, *, reads_memory: bool = True
 ) -> dict[Name, Timing]:
     """Time each step `repetitions` times, the steps taking turns, after WARM_UP untimed turns."""
+    if not steps:
+        return {}
     turns = Turns(steps, repetitions, warm_up=WARM_UP, reads_memory=reads_memory)
     for order in turns:
         for name in order:

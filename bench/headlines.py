@@ -36,7 +36,7 @@ class Headline:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether too few turns of a figure were undisturbed by other processes."""
+        """Whether too few turns of a figure count."""
         return any(row.get("clean") == 0 for row in self.rows)
 
 

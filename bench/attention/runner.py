@@ -6,8 +6,8 @@ One run interleaves these, repetition by repetition:
     sdpa       torch SDPA on contiguous KV
     vllm       vLLM's CPU kernel, if the caller names a Python that has vLLM
     ceiling    decode: a load-and-xor loop reads as many frames, in random order, with as many threads; write: memcpy
-    torch.mm   prefill: a square product of as many operations, in float32 where torch is slow in the cell's dtype. It
-               is a reference, not a bound: in float32 it is slower than some kernels
+    torch.mm   prefill: a square product of as many operations. It is a reference, not a bound: in float32 it is slower
+               than some kernels
 
 KV is cold: the pool has at least 384 MiB, and each repetition uses other frames. A variant that cannot be measured is
 reported with the reason. This file knows the public call and the variants; cells.py knows the shapes, pool.py the
@@ -278,13 +278,12 @@ def _read(cell: Cell, pool: Pool) -> Step | str:
     return prepare
 
 
-def _gemm(cell: Cell, pool: Pool) -> Step:
-    """Return a square product with as many operations as the cell, of float32 where torch is slow in the cell's dtype.
-
-    On processors without AVX-512, a product of bfloat16 takes a hundred times as long.
-    """
+def _gemm(cell: Cell, pool: Pool) -> Step | str:
+    """Return a square product with as many operations as the cell."""
     n, dtype = round((Row(cell).flops / 2) ** (1 / 3)), quant.DTYPES[cell.dtype]
-    a, b = (torch.randn(n, n).to(torch.float32 if is_slow_in_torch(dtype) else dtype) for _ in range(2))
+    if is_slow_in_torch(dtype):
+        return f"torch multiplies {cell.dtype} without oneDNN here: a product takes a hundred times as long as ours"
+    a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return lambda: lambda: torch.mm(a, b, out=out)
 

@@ -2,7 +2,7 @@
 
     ratio of a repetition  =  bytes / seconds / mean speed of the ceiling before it and after it
 
-A repetition is left out, and counted, if an involuntary context switch fell into it, or if the speed of the ceiling
+A repetition is left out, and counted, if other processes disturbed it (clock.py), or if the speed of the ceiling
 after it differs from that before it: then memory changed its state meanwhile (memory_state.py).
 """
 

@@ -273,12 +273,13 @@ def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: i
         return taken
 
     is_slow = linear.is_slow_in_torch(torch.bfloat16)
+    axes = {"product": "float32"} if is_slow else {}  # another bound is another cell
     others = (DYNAMIC,) if host and not is_slow else ()
     found = _in_turns((OURS, *others), turns, run, lambda: product_speed(length))
-    _report_times(report, "prefill", (1, length), found, operations, "gflop_per_s")
+    _report_times(lambda row: report(axes | row), "prefill", (1, length), found, operations, "gflop_per_s")
     if host and is_slow:
         why = "torch multiplies bfloat16 without oneDNN here, so that a prompt takes minutes"
-        report(_axes("prefill", (1, length), DYNAMIC) | {"median": None, "why_not": why})
+        report(axes | _axes("prefill", (1, length), DYNAMIC) | {"median": None, "why_not": why})
 
 
 def product_speed(rows: int) -> float:
@@ -333,8 +334,8 @@ def _in_turns(
 ) -> dict[str, tuple[Timing, list[float]]]:
     """Return the timing of each variant, and the machine's speed around each of its turns.
 
-    The first turn does not count. The speed is the mean of one measurement before the variant and one after it; if
-    they differ too much (memory_state.py), the variant was disturbed in this turn.
+    The first turn does not count. The speed, of memory or of products, is the mean of one measurement before the
+    variant and one after it. If they differ as two states of memory do, the variant was disturbed in this turn.
     lost: takes the names of peers that could not go on, and the reasons; these have no timing.
     """
     lost = {} if lost is None else lost
@@ -350,6 +351,7 @@ def _in_turns(
             except Lost as why:
                 lost[variant] = str(why)
                 measured.drop(variant)
+                before = speed()
                 continue
             after = speed()
             measured.add(variant, seconds, is_clean and is_steady(before, after))

@@ -68,7 +68,7 @@ def _table(lines: list[Headline]) -> str:
     picture = f"![{TITLE}: the figures of the table as bars](docs/img/bench/field.svg)"
     ends = [textwrap.fill(f"Measured on {machines}.", 120, break_on_hyphens=False)]
     if any(line.is_disturbed for line in lines):
-        ends.append("Other processes ran beside most turns of a figure that is called disturbed.")
+        ends.append("Other processes, the clock or memory disturbed most turns of a figure that is called disturbed.")
     return "\n".join([picture, "", *heads, *table, "", *ends])
 
 

@@ -32,8 +32,8 @@ ABOUT: Final = {
         "Attention on a CPU",
         "Decode and prefill attention over pages, and the storing of new keys and values.",
         "People who decode on a CPU: a decode step reads every cached key and value once, so memory is the bound.",
-        "All variants and the bare read of the same frames take turns, over pools larger than the caches. A "
-        "repetition with an involuntary context switch does not count. A share is the median over turns.",
+        "All variants and the bare read of the same frames take turns, over pools larger than the caches. Disturbed "
+        "repetitions do not count. A share is the median over turns.",
         "One layer, random values, two threads at most. Below 8 bit, arithmetic rather than memory is the bound.",
         "explanation/measuring-attention",
     ),

@@ -4,7 +4,7 @@ The tier is driven as a cache drives it, by `submit` and `poll`; its own thread 
 thread copies the same frames by memcpy. Beside the disk as many threads as the tier has write and read the same number
 of bytes directly, in pieces of the same size, with nothing between. All take turns in an order drawn anew. A disk has
 more threads than the machine may have cores, and these switch among themselves. So a turn of a disk is left out for a
-slow clock only, not for context switches.
+slow clock or a change of memory's speed, and not for context switches.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     bare    the same frames between the same two processes, posted by the transport's own calls with nothing between
 
 The child has every page from the start, so nothing is computed. Neither side has a manager: each frame holds its page
-at all times. Both processes and the threads of the transport share the cores, so only the clock disturbs a turn.
+at all times. Both processes and the threads of the transport share the cores, so only the clock and memory disturb a
+turn.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from pagedkv.bench import memory_state
 from pagedkv.bench.headlines import headlines
 from pagedkv.cli.bench.run import Shown, why_not
 from pagedkv.errors import InvalidRequest
@@ -71,7 +72,8 @@ def _print(console: Console, rows: list[dict[str, Any]], missing: dict[str, str]
         ours = f"{line.ours}, disturbed" if line.is_disturbed else line.ours
         table.add_row(line.question, ours, "; ".join(line.beside))
     about = rows[0] if rows else {"machine": "no row was measured", "commit": ""}
-    table.caption = f"{about['machine']}; {about['commit']}; {seconds / 60:.1f} minutes"
+    words = about["machine"], about["commit"], memory_state.of_rows(rows), f"{seconds / 60:.1f} minutes"
+    table.caption = "; ".join(filter(None, words))
     console.print(table)
     for name, why in missing.items():
         console.print(f"not measured: {name}: {why}", soft_wrap=True)

@@ -43,13 +43,13 @@ def test_a_row_holds_each_variant_or_the_reason(kind, command, tmp_path):
     assert all(result["us"] > 0 and 0 <= result["clean"] <= result["repetitions"] for result in row["results"].values())
 
 
-@pytest.mark.parametrize(("is_slow", "dtype"), [(True, torch.float32), (False, torch.float16)])
-def test_the_product_beside_a_prefill_has_the_dtype_that_torch_multiplies_fast(monkeypatch, is_slow, dtype):
-    seen = []
-    monkeypatch.setattr(runner, "is_slow_in_torch", lambda _: is_slow)
+def test_a_product_stands_beside_a_prefill_only_where_torch_has_a_fast_one(monkeypatch):
+    cell, seen = Cell(kind="prefill", new=16, context=16, dtype="float16"), []
     monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append({a.dtype, b.dtype, out.dtype}))
-    runner.BOUNDS["prefill"](Cell(kind="prefill", new=16, context=16, dtype="float16"), None)()()
-    assert seen == [{dtype}]
+    monkeypatch.setattr(runner, "is_slow_in_torch", lambda dtype: dtype == torch.float16)
+    assert "multiplies float16 without oneDNN" in runner.BOUNDS["prefill"](cell, None)
+    runner.BOUNDS["prefill"](replace(cell, dtype="bfloat16"), None)()()
+    assert seen == [{torch.bfloat16}]
 
 
 def test_a_python_without_vllm_is_reported(command):

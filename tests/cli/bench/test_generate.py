@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from pagedkv.bench import clock
 from pagedkv.bench.generate import events, models, runner, weights
+from pagedkv.bench.generate.peers.process import Lost
 from pagedkv.kernels import cpu
 
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason="the C++ extension is not built")
@@ -43,6 +45,27 @@ def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path, monkeypatch
     assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
 
 
+def test_a_variant_beside_which_the_machine_changed_is_left_out_and_a_lost_peer_costs_no_other_its_turn(monkeypatch):
+    speeds = iter([40.0, 40.0, 80.0, *[80.0] * 20])  # before the first turn, then after each variant
+
+    def run(variant):
+        if variant == "peer":
+            raise Lost("it ended")
+        return 1.0, True
+
+    monkeypatch.setattr(clock, "by_lot", lambda variants, turns, text, warm_up: [["ours", "peer", "theirs"]] * 4)
+    monkeypatch.setattr(clock, "spin", lambda: 1.0)
+    lost: dict[str, str] = {}
+    found = runner._in_turns(("ours", "peer", "theirs"), 3, run, lambda: next(speeds), lost)
+    assert lost == {"peer": "it ended"}
+    assert [timing.turns for timing, _ in found.values()] == [(1.0,) * 3] * 2
+    assert found["theirs"][1] == [80.0] * 3, "not the mean with a reading from before the peer was lost"
+    speeds = iter([40.0, 40.0, 40.0, 40.0, 40.0, 80.0, 80.0, 80.0])  # before and after each of four turns
+    monkeypatch.setattr(clock, "by_lot", lambda variants, turns, text, warm_up: [["ours"]] * 4)
+    found = runner._in_turns(("ours",), 3, lambda _: (1.0, True), lambda: next(speeds))
+    assert found["ours"][0].turns == (1.0, None, 1.0)
+
+
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_a_prompt_of_transformers_is_timed_only_where_torch_is_not_slow(command, tiny, monkeypatch, is_slow):
     monkeypatch.setattr(runner.linear, "is_slow_in_torch", lambda _: is_slow)
@@ -52,6 +75,7 @@ def test_a_prompt_of_transformers_is_timed_only_where_torch_is_not_slow(command,
     (row,) = (r for r in json.loads(out) if (r["case"], r["variant"]) == ("prefill", runner.DYNAMIC))
     assert "without oneDNN" in row["why_not"] if is_slow else row["median"] > 0
     assert (row["median"] is None) is is_slow
+    assert row.get("product") == ("float32" if is_slow else None)
 
 
 @pytest.mark.parametrize(("is_slow", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
