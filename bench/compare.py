@@ -4,7 +4,8 @@
     interval  a bootstrap: the turns of each side are drawn again with replacement, and the ratio of their medians is
               taken; 95 of 100 ratios lie within it
 
-Relative goodness is that of a ratio within one run, to a bound or a peer: it carries over to other machines.
+Relative goodness is that of a ratio within one run, to a bound or a peer. It carries over to other machines with the
+same instruction set. With another one the kernels are others, and their cells are not compared.
 """
 
 from __future__ import annotations
@@ -82,11 +83,12 @@ def absolute(found: Iterable[Figure]) -> dict[tuple[str, ...], Goodness]:
 def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Goodness]:
     """Return the goodness of each figure of ours over a bound or a peer of its own run."""
     every = list(found)
-    goodness = {}
+    goodness: dict[tuple[str, ...], Goodness] = {}
     for one in every:
         if one.ratio and (one.variant.startswith(OURS) or one.against == "pages × this"):
             is_larger = one.against not in IN_TIMES
-            goodness[one.bench, one.key, one.variant] = _goodness(one, one.against, one.ratio, one.ratios, is_larger)
+            key = (one.bench, one.isa, one.key, one.variant)
+            goodness[key] = _goodness(one, one.against, one.ratio, one.ratios, is_larger)
     ours = {(one.bench, one.key): one for one in every if one.variant == "pagedkv" and one.ratio is None and one.median}
     for peer in every:
         one = ours.get((peer.bench, peer.key))
@@ -94,7 +96,7 @@ def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Goodness]:
             pairs = zip(peer.turns, one.turns, strict=False)
             turns = tuple(own / theirs for theirs, own in pairs if theirs and own and not peer.is_disturbed)
             value = statistics.median(turns) if len(turns) >= LEAST else one.median / peer.median
-            key = (peer.bench, peer.key, f"over {peer.variant}")
+            key = (peer.bench, one.isa, peer.key, f"over {peer.variant}")
             goodness[key] = _goodness(one, f"over {peer.variant}", value, turns, one.is_better_if_larger)
     return goodness
 

@@ -29,6 +29,7 @@ class Figure:
     """A figure.
 
     key:    the cell as a text that is the same in all runs.
+    isa:    the instruction set of the CPU kernels; "" where the row does not say.
     case:   the case in words; `axes` are the rest of the cell, in words.
     turns:  the figure of each turn; None for a disturbed one; () where the row does not say.
     is_exact: the figure is counted, not timed, so that two runs of one program give the same.
@@ -53,6 +54,7 @@ class Figure:
     must: float | None = None
     is_disturbed: bool = False
     is_exact: bool = False
+    isa: str = ""
 
     @property
     def is_better_if_larger(self) -> bool:
@@ -99,5 +101,5 @@ def _of_attention(row: Row) -> Iterator[Figure]:
         variant = "pagedkv" if who == "cpu" else who
         yield Figure(
             "attention", cell_of(row), cell["kind"], axes, variant, "µs", result["us"], None, None, turns,
-            result.get(field), ratios, ATTENTION.get(field, ""), None, is_disturbed,
+            result.get(field), ratios, ATTENTION.get(field, ""), None, is_disturbed, isa=row.get("isa") or "",
         )  # fmt: skip

@@ -116,6 +116,10 @@ def test_a_bound_is_a_peer_too(command, tmp_path):
     assert command("bench", "compare", good, good, "--relative").status == 0
     disturbed = kept(tmp_path, "disturbed", rows(0.45, 1.1, clean=0))
     assert command("bench", "compare", good, disturbed, "--relative").status == 0
+    attention, step = rows(0.45, 1.1)
+    other = kept(tmp_path, "other", [attention | {"isa": "avx2"}, step])  # other kernels: only the step is compared
+    status, out, _ = command("bench", "compare", good, other, "--relative", "--json")
+    assert (status, [change["bench"] for change in json.loads(out)]) == (0, ["generate"])
 
 
 def test_files_without_a_common_cell_are_one_line(command, tmp_path):
@@ -177,8 +181,11 @@ def test_rows_of_models_in_turns_are_judged(command, tmp_path):
     assert (status, "0 of 4 ratios fell" in out) == (0, True)
 
 
-def test_the_committed_baseline_has_ratios_of_the_manager_and_of_attention(command):
-    baseline = Path(__file__).parents[3] / "bench/results/baseline.jsonl"
+@pytest.mark.parametrize("isa", ["avx512_bf16", "avx2"])
+def test_the_committed_baseline_has_ratios_of_the_manager_and_of_attention(command, isa):
+    baseline = Path(__file__).parents[3] / f"bench/results/baseline-{isa}.jsonl"
+    lines = map(json.loads, baseline.read_text().splitlines())
+    assert {line["isa"] for line in lines if line["bench"] == "attention"} == {isa}
     status, out, _ = command("bench", "compare", baseline, baseline, "--relative", "--json")
     assert status == 0
     judged = [change for change in json.loads(out) if change["low"] is not None]
