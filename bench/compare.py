@@ -63,8 +63,8 @@ class Change:
 
 def compared(first: Iterable[dict[str, Any]], second: Iterable[dict[str, Any]], *, is_relative: bool) -> list[Change]:
     """Return the changes of all cells that both sides have, the worst first."""
-    goodness = relative if is_relative else absolute
-    before, after = (goodness(figures(rows)) for rows in (first, second))
+    judge = relative if is_relative else absolute
+    before, after = (judge(figures(rows)) for rows in (first, second))
     lots = np.random.default_rng(0)
     found = [_change(before[key], after[key], lots) for key in before if key in after]
     return sorted(found, key=lambda change: change.ratio)

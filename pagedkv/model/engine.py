@@ -96,7 +96,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         preemption: Preemption | str = "recompute",
         runner: Callable[[Decoder, PagedKVCache], ModelRunner] = runner_of,
     ) -> None:
-        """drafter: the source of drafts; None for none. preemption: see `load`. runner: makes the forward passes."""
+        """drafter: the source of drafts; None for none. preemption: see `load`. runner: makes the ModelRunner."""
         check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
