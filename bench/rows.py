@@ -2,7 +2,8 @@
 
 A cell is all that a row measures but for the variant: a case and its axes. Variants are compared within one run only.
 So the rows of a cell come from one run: the newest of the runs with the most peers in the cell. Rows of machines other
-than that of the newest row do not count.
+than that of the newest row do not count. Rows of a model with fewer layers (`layers`) count if their case has no other
+rows.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def latest(rows: Sequence[Row]) -> list[Row]:
         runs = cells.setdefault(cell_of(row), {})
         if row["machine"] == machine:
             runs.setdefault(row["when"], []).append(row)
-    return [row for runs in cells.values() if runs for row in _newest(runs)]
+    found = [row for runs in cells.values() if runs for row in _newest(runs)]
+    whole = {row.get("case") for row in found if "layers" not in row}
+    return [row for row in found if "layers" not in row or row["case"] not in whole]
 
 
 def _newest(runs: dict[str, list[Row]]) -> list[Row]:

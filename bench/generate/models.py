@@ -1,7 +1,7 @@
 """The model of `bench generate`: a checkpoint of the shape of Qwen3-0.6B with random weights, and contexts for it.
 
 28 layers, 1,024 wide, 16 heads and 8 KV heads of 128, gates of 3,072, a tied vocabulary of 32,768: 474 million
-parameters, 948 MB in bfloat16, and 114,688 bytes of K and V a token.
+parameters, 948 MB in bfloat16, and 114,688 bytes of K and V a token. SHALLOW has fewer layers, for quick runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint import BUNDLED, records
 from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.linear.cpu import is_slow_in_torch
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import Engine
 from pagedkv.model.scheduler import Limits
@@ -40,11 +41,24 @@ CONFIG: Final[dict[str, Any]] = {
     "max_position_embeddings": 40_960, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "dtype": "bfloat16",
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+SHALLOW: Final = CONFIG | {"num_hidden_layers": 7}
+"""The model of quick runs on processors without AVX-512, where torch takes ten times as long as elsewhere."""
 TINY: Final = CONFIG | {
     "vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 """A model for tests."""
+
+
+def quick_config() -> dict[str, Any]:
+    """Return the config of a quick run. Rows of another model than CONFIG's have `axes_of` it."""
+    return SHALLOW if is_slow_in_torch(torch.bfloat16) else CONFIG
+
+
+def axes_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the axes that tell rows of `config` from those of CONFIG."""
+    layers = config["num_hidden_layers"]
+    return {} if layers == CONFIG["num_hidden_layers"] else {"layers": layers}
 
 
 def recall_questions() -> list[tuple[str, str]]:

@@ -92,6 +92,11 @@ def measure(
 
     pythons: the interpreters in which to look for other engines, before this one.
     """
+    axes = models.axes_of(config)
+
+    def report_of_model(row: Row) -> None:
+        report(axes | row)
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         models.write_checkpoint(folder, config)
@@ -103,11 +108,11 @@ def measure(
             absent = "transformers is not installed: its caches do not take part (install pagedkv[hf])"
             print(absent, file=sys.stderr)
         for shape in shapes:
-            _report_decode(report, engine, _Others(host, peers), shape, turns)
+            _report_decode(report_of_model, engine, _Others(host, peers), shape, turns)
             if shape in PARTS:
-                _report_parts(report, engine, shape, turns)
-        _report_prefill(report, engine, host, turns)
-        _report_overhead(report, engine, turns)
+                _report_parts(report_of_model, engine, shape, turns)
+        _report_prefill(report_of_model, engine, host, turns)
+        _report_overhead(report_of_model, engine, turns)
     _report_sampling(report, turns)
 
 

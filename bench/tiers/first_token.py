@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from pagedkv.bench.clock import Step, compare, in_turn, ratios
-from pagedkv.bench.generate.models import CONFIG, write_checkpoint
+from pagedkv.bench.generate.models import CONFIG, axes_of, write_checkpoint
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.model.decoder import Decoder
@@ -55,7 +55,7 @@ def rows(
         timings = in_turn(_steps(plain, tiered, host, ids), repetitions)
         tiered.cache.tiers.close()
     for place, timing in timings.items():
-        row: Row = {"case": "first token", "context": context, "variant": place, "unit": "s"}
+        row: Row = axes_of(config) | {"case": "first token", "context": context, "variant": place, "unit": "s"}
         row |= timing.fields(lambda seconds: seconds)
         if place != COMPUTED:
             row["of_computing"] = compare(timing, timings[COMPUTED], truediv)

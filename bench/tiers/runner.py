@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.bench.generate.models import CONFIG, quick_config
 from pagedkv.bench.progress import track
 from pagedkv.bench.tiers import beside, first_token, speed, transfer
 from pagedkv.errors import InvalidRequest
@@ -30,7 +31,8 @@ TURNS: Final = {"speed": 15, "first-token": 7, "beside": 9, "transfer": 15}
 class Asked:
     """The choice of a run.
 
-    is_quick: two sizes of frames, a prompt of 1,024 tokens instead of 4,096, and fewer repetitions.
+    is_quick: two sizes of frames, a prompt of 1,024 tokens instead of 4,096, fewer repetitions, and the model of
+              `quick_config`.
     folder:   a folder of the file system for the disk tier; None for the system's folder of temporary files.
     parts:    names of PARTS; all if empty.
     sizes:    bytes of frames, for speed and transfer.
@@ -63,13 +65,14 @@ def measure(report: Callable[[Row], None], asked: Asked) -> None:
     """Measure the parts, and hand each row to `report`."""
     sizes = asked.sizes or (QUICK_SIZES if asked.is_quick else speed.SIZES)
     contexts = asked.contexts or (QUICK_CONTEXT if asked.is_quick else first_token.CONTEXT,)
+    config = quick_config() if asked.is_quick else CONFIG
     turns = {"speed": 5, "first-token": 2, "beside": 2, "transfer": 5} if asked.is_quick else TURNS
     makers: dict[str, Callable[[], Iterable[Row]]] = {
         "speed": lambda: speed.rows(asked.folder, turns["speed"], sizes),
         "first-token": lambda: chain.from_iterable(
-            first_token.rows(asked.folder, turns["first-token"], context) for context in contexts
+            first_token.rows(asked.folder, turns["first-token"], context, config) for context in contexts
         ),
-        "beside": lambda: beside.rows(turns["beside"]),
+        "beside": lambda: beside.rows(turns["beside"], config=config),
         "transfer": lambda: transfer.rows(turns["transfer"], sizes),
     }
     for name in track(asked.parts or PARTS, "parts of tiers"):

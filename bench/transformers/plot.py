@@ -17,12 +17,12 @@ OURS: Final = {"pages": "ours", "pages int8": "also", "pages, F.linear": "also"}
 
 def charts(rows: list[dict[str, Any]]) -> list[Chart]:
     """Return a chart of each case: decode, first token, memory."""
-    made = []
+    made, measured = [], [row for row in rows if row["median"] is not None]
     for case, title in TITLES.items():
         found = [
             Bar(row["variant"], row["median"], OURS.get(row["variant"], "peer"),
                 f"{row['batch']} × {row['context']:,} tokens", _note(row))
-            for row in sorted(rows, key=lambda row: (row.get("batch", 0), row.get("context", 0), row["median"]))
+            for row in sorted(measured, key=lambda row: (row.get("batch", 0), row.get("context", 0), row["median"]))
             if row["case"] == case
         ]  # fmt: skip
         made += [bars(title, found, unit=found_unit(rows, case))] if found else []

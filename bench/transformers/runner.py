@@ -13,6 +13,10 @@
 
 The model is a Llama of 100 million parameters in bfloat16 with random weights (768 wide, 12 layers, 12 heads, 4 KV
 heads of 64). A figure is the median over turns. The ratio of two variants is the median of the ratios in one turn.
+
+Where torch is slow in bfloat16 (processors without AVX-512) a long prompt takes it minutes. There the model has
+SLOW_LAYERS, which its rows say, and the batch shorter prompts. Prompts of more tokens than MOST_OF_SLOW are left out,
+and SLOW_QUESTIONS are asked.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from pagedkv.checkpoint import BUNDLED
 from pagedkv.integrations.transformers import PagedCache, Pool, paged_batching, patch
 from pagedkv.integrations.transformers.batching import NEEDED
 from pagedkv.integrations.transformers.geometry import CACHE, HOST
+from pagedkv.kernels.linear.cpu import is_slow_in_torch
 
 STEPS: Final = 48
 PLAIN: Final = "pages, F.linear"
@@ -49,9 +54,20 @@ SHAPES: Final = ((8, 8192), (1, 8192), (8, 2048), (1, 2048))
 QUICK: Final = ((1, 2048),)
 PROMPTS: Final = {(1, 128): 16, (8, 128): 4}
 """Short prompts, measured beside those of the contexts of one sequence: shape -> calls in a turn."""
+MOST_OF_SLOW: Final = 128
+"""Tokens, of all prompts of a call, up to which first tokens are timed where torch is slow in bfloat16."""
+LAYERS, SLOW_LAYERS = 12, 4
+"""Layers of the model, and those where torch is slow in bfloat16."""
+SLOW_PROMPT: Final = "torch multiplies bfloat16 without oneDNN here, at a tenth of its speed elsewhere"
+SLOW_CALLS: Final = 2
+"""The most calls in a turn there."""
 BATCH: Final = (8, 512)
 """Prompts of generate_batch(), and the tokens of each."""
+SLOW_BATCH: Final = (4, 32)
+"""The same where torch is slow in bfloat16."""
 BATCH_STEPS: Final = 32
+SLOW_QUESTIONS: Final = 10
+"""Questions of `recall` where torch is slow in bfloat16."""
 MUSTS: Final = {
     ("decode", (8, 8192), "StaticCache"): 1.8,
     ("decode", (8, 8192), "DynamicCache"): 8.0,
@@ -70,15 +86,21 @@ Taken = tuple[float, bool]
 
 def kv_bytes(batch: int, context: int) -> int:
     """Return the bytes of K and V at the end of a turn. Several caches and what fills them take four times as much."""
-    return 2 * 12 * 4 * 64 * 2 * batch * (context + STEPS)
+    return 2 * num_layers() * 4 * 64 * 2 * batch * (context + STEPS)
+
+
+def num_layers() -> int:
+    """Return the layers of the model on this processor."""
+    return SLOW_LAYERS if is_slow_in_torch(torch.bfloat16) else LAYERS
 
 
 def model_of(seed: int = 0) -> Any:
     """Return the model of all cases."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-        num_key_value_heads=4, max_position_embeddings=32_768, eos_token_id=None, tie_word_embeddings=True,
+        vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=num_layers(),
+        num_attention_heads=12, num_key_value_heads=4, max_position_embeddings=32_768, eos_token_id=None,
+        tie_word_embeddings=True,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
@@ -162,22 +184,32 @@ def served(variant: str, model: Any, pools: dict[str, Pool]) -> Iterator[None]:
 
 def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row], None]) -> None:
     """Measure all cases, and hand each row to `report` as soon as it is complete."""
+    axes = {} if num_layers() == LAYERS else {"layers": num_layers()}
+
+    def report_of_model(row: Row) -> None:
+        report(axes | row)
+
     model = model_of()
     with pools_of(model) as pools, torch.no_grad():
         for shape in shapes:
             decode("pages", model, pools, (1, 64))  # compile
             times = in_turns(VARIANTS, turns, lambda variant, shape=shape: decode(variant, model, pools, shape))
             report_times(
-                report, "decode", shape, times, lambda seconds, shape=shape: shape[0] * STEPS / seconds, "tokens/s"
+                report_of_model,
+                "decode",
+                shape,
+                times,
+                lambda seconds, shape=shape: shape[0] * STEPS / seconds,
+                "tokens/s",
             )
         for shape in (*PROMPTS, *sorted(shape for shape in shapes if shape[0] == 1)):
-            report_prefill(report, model, shape, turns)
-        report_prefix(report, model, pools, turns)
+            report_prefill(report_of_model, model, shape, turns)
+        report_prefix(report_of_model, model, pools, turns)
     if HOST >= NEEDED:
-        report_batch(report, model, turns)
-    report_quality(report, model)
+        report_batch(report_of_model, model, turns)
+    report_quality(report_of_model, model)
     report_recall(report)
-    report_memory(report, shapes[0])
+    report_memory(report_of_model, shapes[0])
 
 
 def in_turns(variants: Iterable[str], turns: int, run: Callable[[str], Taken]) -> dict[str, Timing]:
@@ -209,6 +241,12 @@ def report_times(
 def report_prefill(report: Callable[[Row], None], model: Any, shape: tuple[int, int], turns: int) -> None:
     """Report the time to the first token of prompts that the pool does not know."""
     calls = PROMPTS.get(shape, 1)
+    if is_slow_in_torch(torch.bfloat16):
+        calls = min(calls, SLOW_CALLS)
+        if shape[0] * shape[1] > MOST_OF_SLOW:
+            row = {"case": "prefill", "batch": shape[0], "context": shape[1], "variant": "DynamicCache", "unit": "s"}
+            report(row | {"median": None, "why_not": SLOW_PROMPT})
+            return
     with closing(Pool.for_model(model, memory=2 * calls * kv_bytes(*shape))) as pool:
 
         def fresh(variant: str) -> Taken:
@@ -241,19 +279,21 @@ def report_batch(report: Callable[[Row], None], model: Any, turns: int) -> None:
     # Without psutil it complains in each call of limits that nothing here sets.
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
+    shape = SLOW_BATCH if is_slow_in_torch(torch.bfloat16) else BATCH
+
     def run(variant: str) -> Taken:
-        ids = torch.randint(0, 32_000, BATCH).tolist()
+        ids = torch.randint(0, 32_000, shape).tolist()
         with paged_batching(model) if variant == "pages" else nullcontext():
             found, seconds, is_clean = watched(
                 lambda: model.generate_batch(
                     ids, generation_config=config, continuous_batching_config=batching, progress_bar=False
                 )
             )
-        assert sum(len(output.generated_tokens) for output in found.values()) == BATCH[0] * BATCH_STEPS
+        assert sum(len(output.generated_tokens) for output in found.values()) == shape[0] * BATCH_STEPS
         return seconds, is_clean
 
     times = in_turns(("generate_batch", "pages"), turns, run)
-    report_times(report, "batch", BATCH, times, lambda seconds: BATCH[0] * BATCH_STEPS / seconds, "tokens/s")
+    report_times(report, "batch", shape, times, lambda seconds: shape[0] * BATCH_STEPS / seconds, "tokens/s")
 
 
 def report_quality(report: Callable[[Row], None], model: Any) -> None:
@@ -271,17 +311,18 @@ def report_quality(report: Callable[[Row], None], model: Any) -> None:
 
 
 def report_recall(report: Callable[[Row], None]) -> None:
-    """Report how many of 100 questions the bundled checkpoint answers right, without pages and with them."""
+    """Report how many questions the bundled checkpoint answers right, without pages and with them."""
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.bfloat16).eval()
+    questions = list(recall_questions())[: SLOW_QUESTIONS if is_slow_in_torch(torch.bfloat16) else None]
 
-    def right() -> int:
+    def right() -> float:
         found = 0
-        for text, answer in track(recall_questions(), "recall"):
+        for text, answer in track(questions, "recall"):
             ids = torch.tensor([tokenizer.encode(text).ids])
             made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
             found += tokenizer.decode(made[0, ids.shape[1] :].tolist()) == answer
-        return found
+        return 100 * found / len(questions)
 
     report({"case": "recall", "variant": "DynamicCache", "unit": "of 100", "median": right()})
     for kv_dtype in (None, "int8", "int4"):
@@ -325,8 +366,7 @@ def _new_peak() -> float:
 def _measure_memory(variant: str, batch: int, context: int) -> None:
     model = model_of()
     with pools_of(model) as pools, torch.no_grad():
-        for warm in VARIANTS:
-            decode(warm, model, pools, (batch, 64))
+        decode(variant, model, pools, (batch, 64))  # compile, and load libraries
         with served(variant, model, pools):
             before = _new_peak()
             cache = filled(variant, model, pools, batch, context)

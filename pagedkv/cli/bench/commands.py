@@ -121,8 +121,12 @@ def bench_generate(
     """Steps of the reference engine against the speed of memory, other engines beside it. Minutes, 12 GiB."""
     from pagedkv.cli.bench.run import Shown, host
 
-    pythons = [str(path) for path in peers_python or []]
-    host("generate", turns, shape or [], Shown(as_json, record, plot), is_quick=quick, pythons=pythons)
+    more: dict[str, Any] = {"pythons": [str(path) for path in peers_python or []]}
+    if quick:
+        from pagedkv.bench.generate.models import quick_config
+
+        more["config"] = quick_config()
+    host("generate", turns, shape or [], Shown(as_json, record, plot), is_quick=quick, **more)
 
 
 _host(

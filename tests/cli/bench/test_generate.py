@@ -25,6 +25,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(runner, "VOCABULARY", 1000)
     monkeypatch.setattr(runner, "PROMPT", 64)
     monkeypatch.setattr(runner, "measure", partial(runner.measure, config=models.TINY))
+    monkeypatch.setattr(models, "quick_config", lambda: models.TINY)
 
 
 def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path, monkeypatch):
@@ -43,6 +44,15 @@ def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path, monkeypatch
     parts = {row["variant"]: row["median"] for row in rows if row["case"] == "part"}
     assert {"norm_linear", "norm_rotate", "linear_add", "norm_gate_up", "logits", "paged_attention"} <= set(parts)
     assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
+    assert all(row.get("layers") == (None if row["case"] == "sampling" else 2) for row in rows)
+
+
+def test_a_quick_run_has_a_shallow_model_where_torch_is_slow(monkeypatch):
+    for is_slow in (True, False):
+        monkeypatch.setattr(models, "is_slow_in_torch", lambda _, is_slow=is_slow: is_slow)
+        config = models.quick_config()
+        assert (config["num_hidden_layers"] < models.CONFIG["num_hidden_layers"]) is is_slow
+        assert models.axes_of(config) == ({"layers": config["num_hidden_layers"]} if is_slow else {})
 
 
 def test_a_variant_beside_which_the_machine_changed_is_left_out_and_a_lost_peer_costs_no_other_its_turn(monkeypatch):

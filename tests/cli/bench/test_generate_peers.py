@@ -83,6 +83,7 @@ def tiny(monkeypatch):
     for name in ("_report_prefill", "_report_overhead", "_report_sampling"):
         monkeypatch.setattr(runner, name, lambda *_: None)
     monkeypatch.setattr(runner, "measure", partial(runner.measure, config=models.TINY))
+    monkeypatch.setattr(models, "quick_config", lambda: models.TINY)
 
 
 def test_a_peer_takes_turns_and_its_rows_say_what_it_computed_with(command, tiny, stand_in, tmp_path):

@@ -115,6 +115,15 @@ def test_the_figures_of_a_cell_come_from_one_run_with_a_peer():
     assert rows.latest([*older, *elsewhere]) == elsewhere
 
 
+def test_rows_of_a_shallow_model_count_if_their_case_has_no_others():
+    whole = [row("1", "pagedkv", 50.0)]
+    shallow = [{"layers": 7} | row("2", "pagedkv", 10.0)]
+    assert rows.latest([*whole, *shallow]) == whole
+    assert rows.latest(shallow) == shallow
+    other = [shallow[0] | {"case": "another"}]
+    assert rows.latest([*whole, *other]) == [*whole, *other]
+
+
 @pytest.mark.parametrize(("clean", "is_disturbed"), [(0, True), (5, False), (None, False)])
 def test_a_disturbed_headline_says_so_everywhere(clean, is_disturbed, tmp_path, command):
     given = [row("1", "pagedkv", 50.0), row("1", "vLLM KVCacheManager", 4000.0)]

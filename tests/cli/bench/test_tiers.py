@@ -11,7 +11,7 @@ import pytest
 
 from pagedkv.bench import clock, compare
 from pagedkv.bench.generate import runner as generate
-from pagedkv.bench.generate.models import TINY
+from pagedkv.bench.generate.models import CONFIG, TINY
 from pagedkv.bench.report import readme
 from pagedkv.bench.tiers import beside, first_token, plot, runner, speed, words
 from pagedkv.errors import InvalidRequest
@@ -143,7 +143,7 @@ def test_sizes_and_contexts_are_axes(command, monkeypatch, tmp_path):
     options = ("--frame", 64, "--frame", 4, "--context", 512, "--record", tmp_path / "rows")
     status, _, err = command("bench", "tiers", "--part", "speed", "--part", "first-token", *options)
     assert status == 0, err
-    assert asked == [(None, 15, (65_536, 4096)), (None, 7, 512)]
+    assert asked == [(None, 15, (65_536, 4096)), (None, 7, 512, CONFIG)]
 
 
 @pytest.mark.parametrize("frame", [3, 2**18 + 1])
