@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pagedkv.bench.chart import Bar
 from pagedkv.bench.chart.sheet import figure
+from pagedkv.bench.rows import of_layers
 
 Row = dict[str, Any]
 STEP: Final = "decode step, 1,024 sequences"
@@ -145,7 +146,8 @@ def _generate(rows: list[Row]) -> Headline | None:
         for name in names
         if any(row["variant"] == name for row in found)
     )
-    question = "How long does a step of the engine take, as a multiple of reading its memory once?"
+    step = f"a step of the engine{of_layers(ours[-1])}"
+    question = f"How long does {step} take, as a multiple of reading its memory once?"
     some = _largest(row for row in found if row["variant"] in names) or ours[-1:]
     shape = (some[0]["batch"], some[0]["context"])
     over = {row["variant"]: row["over_bound"] for row in found if (row["batch"], row["context"]) == shape}
@@ -165,7 +167,7 @@ def _transformers(rows: list[Row]) -> Headline | None:
     ratios = {row["variant"]: row["pages_over_this"] for row in found}
     if "DynamicCache" not in ratios:
         return None
-    shape = f"{found[0]['batch']} × {found[0]['context']:,} tokens"
+    shape = f"{found[0]['batch']} × {found[0]['context']:,} tokens{of_layers(found[0])}"
     tokens = {row["variant"]: f"{figure(row['median'])} tokens/s" for row in found}
     beside = tuple(
         f"{ratios[name]:.1f} × {name}, {tokens[name]}" for name in ("StaticCache", "DynamicCache") if name in ratios
@@ -202,7 +204,8 @@ def _tiers(rows: list[Row]) -> Headline | None:
     seconds = {place: by_place[place]["median"] for place in names if place in by_place}
     beside = [f"{100 * row['of_computing']:.1f} % from a disk" for row in [by_place.get("pagedkv, disk")] if row]
     beside.append(f"100 % is {figure(computed['median'])} s")
-    question = f"What share of the time to compute a prompt of {most:,} tokens does fetching it from host memory take?"
+    prompt = f"a prompt of {most:,} tokens{of_layers(ours)}"
+    question = f"What share of the time to compute {prompt} does fetching it from host memory take?"
     drawn = tuple(
         Bar(names[place], value, "peer" if place == "computed" else "ours",
             f"A first token after {most:,} tokens, by their place: less is better", label=f"{figure(value)} s")

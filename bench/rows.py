@@ -2,8 +2,8 @@
 
 A cell is all that a row measures but for the variant: a case and its axes. Variants are compared within one run only.
 So the rows of a cell come from one run: the newest of the runs with the most peers in the cell. Rows of machines other
-than that of the newest row do not count. Rows of a model with fewer layers (`layers`) count if their case has no other
-rows.
+than that of the newest row do not count. Rows of a model with fewer layers (`layers`) choose no machine, and count if
+their case has no other rows.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ def read_all(folder: Path) -> dict[str, list[Row]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
+def of_layers(row: Row) -> str:
+    """Return ", N layers" for a row of a model with fewer layers, else ""."""
+    return f", {row['layers']} layers" if "layers" in row else ""
+
+
 def cell_of(row: Row) -> str:
     """Return the cell of a row as a text that is the same in all runs."""
     if "cell" in row:
@@ -67,15 +72,16 @@ def latest(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that count, in the order of their cells' first rows."""
     if not rows:
         return []
-    machine = max(rows, key=lambda row: row["when"])["machine"]
+    whole = [row for row in rows if "layers" not in row]
+    machine = max(whole or rows, key=lambda row: row["when"])["machine"]
     cells: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         runs = cells.setdefault(cell_of(row), {})
         if row["machine"] == machine:
             runs.setdefault(row["when"], []).append(row)
     found = [row for runs in cells.values() if runs for row in _newest(runs)]
-    whole = {row.get("case") for row in found if "layers" not in row}
-    return [row for row in found if "layers" not in row or row["case"] not in whole]
+    cases = {row.get("case") for row in found if "layers" not in row}
+    return [row for row in found if "layers" not in row or row["case"] not in cases]
 
 
 def _newest(runs: dict[str, list[Row]]) -> list[Row]:

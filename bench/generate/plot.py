@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pagedkv.bench.chart import Bar, Chart, bars
+from pagedkv.bench.rows import of_layers
 
 OURS: Final = {"pagedkv": "ours", "pagedkv, F.linear": "also"}
 
@@ -27,4 +28,4 @@ def charts(rows: list[dict[str, Any]]) -> list[Chart]:
 
 
 def _shape(row: dict[str, Any]) -> str:
-    return f"{row['batch']} sequence{'s' if row['batch'] > 1 else ''} of {row['context']:,} tokens"
+    return f"{row['batch']} sequence{'s' if row['batch'] > 1 else ''} of {row['context']:,} tokens{of_layers(row)}"

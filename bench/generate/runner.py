@@ -92,10 +92,9 @@ def measure(
 
     pythons: the interpreters in which to look for other engines, before this one.
     """
-    axes = models.axes_of(config)
 
     def report_of_model(row: Row) -> None:
-        report(axes | row)
+        report(models.of_model(config, row))
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -58,7 +58,7 @@ ABOUT: Final = {
     ),
     "generate": About(
         "The reference engine",
-        "A decode step of a model of 474 million parameters, and the parts of that step.",
+        "A decode step of a model of 474 million parameters, or of fewer `layers` where rows say so, and its parts.",
         "People who run prompts on a CPU, and readers of the reference engine.",
         "The bound is the time in which a bare read gives the bytes of weights, K and V; it is measured before and "
         "after each variant. Engine, transformers and other engines take turns in an order drawn anew.",
@@ -69,7 +69,8 @@ ABOUT: Final = {
         "Inside transformers",
         "Tokens per second, first tokens and peak memory of model.generate with four kinds of cache.",
         "Users of Hugging Face transformers: patch(model) is the only line that differs.",
-        "A Llama of 100 million parameters; the caches take turns in an order drawn anew, on random K and V.",
+        "A Llama of 100 million parameters, or of fewer `layers` where rows say so; the caches take turns in an order "
+        "drawn anew, on random K and V.",
         "The shorter the context, the more of a step are the linear layers, which are the same for all caches.",
         "start/transformers",
     ),

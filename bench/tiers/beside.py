@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedkv.bench.clock import Timing, Turns, compare, ratios
-from pagedkv.bench.generate.models import CONFIG, axes_of, emptied, engine_of, filled, write_checkpoint
+from pagedkv.bench.generate.models import CONFIG, emptied, engine_of, filled, of_model, write_checkpoint
 from pagedkv.bench.generate.runner import STEPS, matrices, read_speed, steps
 from pagedkv.bench.tiers.speed import Driven, pool_of
 from pagedkv.tiers.host import HostTier
@@ -70,9 +70,10 @@ def rows(turns: int, shape: tuple[int, int] = SHAPE, config: dict[str, Any] = CO
         emptied(engine, requests)
     timings = measured.timings()
     for variant, timing in timings.items():
-        row: Row = axes_of(config) | {"case": "decode beside transfers", "batch": batch, "context": context}
+        row: Row = {"case": "decode beside transfers", "batch": batch, "context": context}
         row |= {"variant": variant, "unit": "ms"} | timing.fields(lambda seconds: 1e3 * seconds)
-        yield row | _beside(variant, timing, timings[ALONE], traffic[variant][1:])  # the first turn does not count
+        row |= _beside(variant, timing, timings[ALONE], traffic[variant][1:])  # the first turn does not count
+        yield of_model(config, row)
 
 
 def _beside(variant: str, timing: Timing, alone: Timing, traffic: list[Traffic]) -> Row:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from pagedkv.bench.clock import Step, compare, in_turn, ratios
-from pagedkv.bench.generate.models import CONFIG, axes_of, write_checkpoint
+from pagedkv.bench.generate.models import CONFIG, of_model, write_checkpoint
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.model.decoder import Decoder
@@ -55,12 +55,12 @@ def rows(
         timings = in_turn(_steps(plain, tiered, host, ids), repetitions)
         tiered.cache.tiers.close()
     for place, timing in timings.items():
-        row: Row = axes_of(config) | {"case": "first token", "context": context, "variant": place, "unit": "s"}
+        row: Row = {"case": "first token", "context": context, "variant": place, "unit": "s"}
         row |= timing.fields(lambda seconds: seconds)
         if place != COMPUTED:
             row["of_computing"] = compare(timing, timings[COMPUTED], truediv)
             row |= {"ratios": ratios(timing, timings[COMPUTED], truediv), "must": MUSTS.get(place)}
-        yield row
+        yield of_model(config, row)
 
 
 def _engine(decoder: Decoder, context: int, tiers: list[Tier] | None = None) -> Engine:

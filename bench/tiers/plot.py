@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pagedkv.bench.chart import Axis, Bar, Chart, Series, bars, lines
+from pagedkv.bench.rows import of_layers
 
 Row = dict[str, Any]
 WAYS: Final = {"store": "Pages stored", "load": "Pages loaded", "transfer": "Pages that go to another process"}
@@ -31,13 +32,13 @@ def charts(rows: list[Row]) -> list[Chart]:
             made.append(lines(title, series, x=Axis("KiB of a frame", log=True), y=Axis("GB/s", low=0)))
     tokens = [
         Bar(PLACES[row["variant"].removeprefix(OURS)], row["median"], _kind(row),
-            f"a prompt of {row['context']:,} tokens",
+            f"a prompt of {row['context']:,} tokens{of_layers(row)}",
             f"({row['of_computing']:.3f} of computing)" if "of_computing" in row else "")
         for row in rows if row["case"] == "first token"
     ]  # fmt: skip
     steps = [
         Bar(row["variant"].removeprefix(OURS), row["median"], _kind(row),
-            f"{row['batch']} × {row['context']:,} tokens",
+            f"{row['batch']} × {row['context']:,} tokens{of_layers(row)}",
             f"({row['moved_gb_s']:.1f} GB/s, {row['slower_percent']:+.0f} %)" if "of_alone" in row else "")
         for row in rows if row["case"] == "decode beside transfers"
     ]  # fmt: skip

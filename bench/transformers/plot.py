@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pagedkv.bench.chart import Bar, Chart, bars
+from pagedkv.bench.rows import of_layers
 
 TITLES: Final = {
     "decode": "Tokens per second of model.generate",
@@ -21,7 +22,7 @@ def charts(rows: list[dict[str, Any]]) -> list[Chart]:
     for case, title in TITLES.items():
         found = [
             Bar(row["variant"], row["median"], OURS.get(row["variant"], "peer"),
-                f"{row['batch']} × {row['context']:,} tokens", _note(row))
+                f"{row['batch']} × {row['context']:,} tokens{of_layers(row)}", _note(row))
             for row in sorted(measured, key=lambda row: (row.get("batch", 0), row.get("context", 0), row["median"]))
             if row["case"] == case
         ]  # fmt: skip

@@ -9,14 +9,14 @@
     memory      peak of a process that decodes, less its size before the cache was made; each in a process of its own
     batch       generate_batch() of eight prompts, by the host's attention and inside of paged_batching()
     quality     the log-probabilities of int8 pages beside those of bfloat16 pages
-    recall      right answers of the bundled checkpoint to questions about documents of 1,000 tokens, of 100
+    recall      right answers of the bundled checkpoint to questions about documents of 1,000 tokens
 
 The model is a Llama of 100 million parameters in bfloat16 with random weights (768 wide, 12 layers, 12 heads, 4 KV
 heads of 64). A figure is the median over turns. The ratio of two variants is the median of the ratios in one turn.
 
 Where torch is slow in bfloat16 (processors without AVX-512) a long prompt takes it minutes. There the model has
-SLOW_LAYERS, which its rows say, and the batch shorter prompts. Prompts of more tokens than MOST_OF_SLOW are left out,
-and SLOW_QUESTIONS are asked.
+SLOW_LAYERS, and its rows say so and promise nothing. The batch has shorter prompts, `prefill` has DynamicCache only for
+prompts of up to MOST_OF_SLOW tokens, and `recall` asks SLOW_QUESTIONS.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ QUICK: Final = ((1, 2048),)
 PROMPTS: Final = {(1, 128): 16, (8, 128): 4}
 """Short prompts, measured beside those of the contexts of one sequence: shape -> calls in a turn."""
 MOST_OF_SLOW: Final = 128
-"""Tokens, of all prompts of a call, up to which first tokens are timed where torch is slow in bfloat16."""
+"""Tokens, of all prompts of a call, up to which DynamicCache takes turns where torch is slow in bfloat16."""
 LAYERS, SLOW_LAYERS = 12, 4
 """Layers of the model, and those where torch is slow in bfloat16."""
 SLOW_PROMPT: Final = "torch multiplies bfloat16 without oneDNN here, at a tenth of its speed elsewhere"
@@ -184,10 +184,9 @@ def served(variant: str, model: Any, pools: dict[str, Pool]) -> Iterator[None]:
 
 def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row], None]) -> None:
     """Measure all cases, and hand each row to `report` as soon as it is complete."""
-    axes = {} if num_layers() == LAYERS else {"layers": num_layers()}
 
     def report_of_model(row: Row) -> None:
-        report(axes | row)
+        report(row if num_layers() == LAYERS else {"layers": num_layers()} | row | {"must": None})
 
     model = model_of()
     with pools_of(model) as pools, torch.no_grad():
@@ -240,13 +239,13 @@ def report_times(
 
 def report_prefill(report: Callable[[Row], None], model: Any, shape: tuple[int, int], turns: int) -> None:
     """Report the time to the first token of prompts that the pool does not know."""
-    calls = PROMPTS.get(shape, 1)
+    calls, hosts = PROMPTS.get(shape, 1), ("DynamicCache",)
     if is_slow_in_torch(torch.bfloat16):
         calls = min(calls, SLOW_CALLS)
         if shape[0] * shape[1] > MOST_OF_SLOW:
             row = {"case": "prefill", "batch": shape[0], "context": shape[1], "variant": "DynamicCache", "unit": "s"}
             report(row | {"median": None, "why_not": SLOW_PROMPT})
-            return
+            hosts = ()
     with closing(Pool.for_model(model, memory=2 * calls * kv_bytes(*shape))) as pool:
 
         def fresh(variant: str) -> Taken:
@@ -254,7 +253,7 @@ def report_prefill(report: Callable[[Row], None], model: Any, shape: tuple[int, 
             return first_token(variant, model, {"pages": pool}, *prompts)
 
         fresh("pages")  # with the turn that does not count, it touches the whole pool
-        times = in_turns(("DynamicCache", "pages"), turns, fresh)
+        times = in_turns((*hosts, "pages"), turns, fresh)
     report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
 
 
@@ -324,11 +323,12 @@ def report_recall(report: Callable[[Row], None]) -> None:
             found += tokenizer.decode(made[0, ids.shape[1] :].tolist()) == answer
         return 100 * found / len(questions)
 
-    report({"case": "recall", "variant": "DynamicCache", "unit": "of 100", "median": right()})
+    axes: Row = {"case": "recall"} | ({"questions": len(questions)} if len(questions) < 100 else {})
+    report(axes | {"variant": "DynamicCache", "unit": "of 100", "median": right()})
     for kv_dtype in (None, "int8", "int4"):
         handle = patch(model, kv_dtype=kv_dtype)
         variant = f"pages {kv_dtype or ''}".strip()
-        report({"case": "recall", "variant": variant, "unit": "of 100", "median": right()})
+        report(axes | {"variant": variant, "unit": "of 100", "median": right()})
         handle.unpatch()
 
 
@@ -366,7 +366,8 @@ def _new_peak() -> float:
 def _measure_memory(variant: str, batch: int, context: int) -> None:
     model = model_of()
     with pools_of(model) as pools, torch.no_grad():
-        decode(variant, model, pools, (batch, 64))  # compile, and load libraries
+        for warm in (variant,) if is_slow_in_torch(torch.bfloat16) else VARIANTS:
+            decode(warm, model, pools, (batch, 64))
         with served(variant, model, pools):
             before = _new_peak()
             cache = filled(variant, model, pools, batch, context)

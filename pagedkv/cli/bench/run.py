@@ -20,6 +20,7 @@ from rich.table import Table
 from pagedkv.bench import memory_state, record
 from pagedkv.bench.figures import RATIOS
 from pagedkv.bench.memory import available
+from pagedkv.bench.rows import of_layers
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
@@ -168,6 +169,6 @@ def _table(rows: list[Row]) -> None:
 
 def _axes(row: Row) -> str:
     if "batch" in row:
-        return f"{row['batch']} x {row['context']:,}"
+        return f"{row['batch']} x {row['context']:,}{of_layers(row)}"
     before_unit = list(row)[: list(row).index("unit")]
     return ", ".join(f"{field.replace('_', ' ')} {row[field]}" for field in before_unit if field not in NOT_AXES)

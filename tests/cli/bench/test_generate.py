@@ -44,7 +44,7 @@ def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path, monkeypatch
     parts = {row["variant"]: row["median"] for row in rows if row["case"] == "part"}
     assert {"norm_linear", "norm_rotate", "linear_add", "norm_gate_up", "logits", "paged_attention"} <= set(parts)
     assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
-    assert all(row.get("layers") == (None if row["case"] == "sampling" else 2) for row in rows)
+    assert not any("layers" in row for row in rows)
 
 
 def test_a_quick_run_has_a_shallow_model_where_torch_is_slow(monkeypatch):
@@ -52,7 +52,18 @@ def test_a_quick_run_has_a_shallow_model_where_torch_is_slow(monkeypatch):
         monkeypatch.setattr(models, "is_slow_in_torch", lambda _, is_slow=is_slow: is_slow)
         config = models.quick_config()
         assert (config["num_hidden_layers"] < models.CONFIG["num_hidden_layers"]) is is_slow
-        assert models.axes_of(config) == ({"layers": config["num_hidden_layers"]} if is_slow else {})
+        row = {"case": "decode", "unit": "ms", "must": 1.0}
+        shallow = {"layers": config["num_hidden_layers"]} | row | {"must": None}
+        assert models.of_model(config, row) == (shallow if is_slow else row)
+
+
+def test_rows_of_a_shallow_model_say_so_and_promise_nothing(command, tiny, monkeypatch):
+    monkeypatch.setattr(models, "SHALLOW", models.TINY)
+    status, out, _ = command("bench", "generate", "--quick", "--turns", 1, "--json", "--record", "/dev/null")
+    assert status == 0
+    rows = [row for row in json.loads(out) if row["case"] != "sampling"]
+    assert rows
+    assert all((row["layers"], row["must"]) == (2, None) for row in rows)
 
 
 def test_a_variant_beside_which_the_machine_changed_is_left_out_and_a_lost_peer_costs_no_other_its_turn(monkeypatch):

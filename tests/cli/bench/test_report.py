@@ -122,6 +122,9 @@ def test_rows_of_a_shallow_model_count_if_their_case_has_no_others():
     assert rows.latest(shallow) == shallow
     other = [shallow[0] | {"case": "another"}]
     assert rows.latest([*whole, *other]) == [*whole, *other]
+    elsewhere = [{"layers": 7} | row("3", "pagedkv", 10.0, "elsewhere")]
+    assert rows.latest([*whole, *elsewhere]) == whole, "they choose no machine"
+    assert rows.latest(elsewhere) == elsewhere
 
 
 @pytest.mark.parametrize(("clean", "is_disturbed"), [(0, True), (5, False), (None, False)])

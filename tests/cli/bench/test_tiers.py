@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv.bench import clock, compare
+from pagedkv.bench.generate import models
 from pagedkv.bench.generate import runner as generate
 from pagedkv.bench.generate.models import CONFIG, TINY
 from pagedkv.bench.report import readme
@@ -144,6 +145,30 @@ def test_sizes_and_contexts_are_axes(command, monkeypatch, tmp_path):
     status, _, err = command("bench", "tiers", "--part", "speed", "--part", "first-token", *options)
     assert status == 0, err
     assert asked == [(None, 15, (65_536, 4096)), (None, 7, 512, CONFIG)]
+
+
+def test_a_quick_run_has_the_model_of_quick_runs(command, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(runner, "quick_config", lambda: TINY)
+    monkeypatch.setattr(runner.first_token, "rows", lambda *given: asked.append(given[-1]) or iter(()))
+    monkeypatch.setattr(runner.beside, "rows", lambda turns, config: asked.append(config) or iter(()))
+    parts = ("--part", "beside", "--part", "first-token", "--record", tmp_path / "rows")
+    for options, config in ((("--quick",), TINY), ((), CONFIG)):
+        asked.clear()
+        assert command("bench", "tiers", *parts, *options).status == 0
+        assert asked == [config, config]
+
+
+def test_rows_of_a_shallow_model_say_so_and_promise_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
+    monkeypatch.setattr(models, "SHALLOW", TINY)
+    monkeypatch.setattr(beside, "FRAME", 16_384)
+    found = [
+        *first_token.rows(tmp_path, 1, context=64, config=TINY),
+        *beside.rows(1, shape=(2, 32), config=TINY),
+    ]
+    assert {row["case"] for row in found} == {"first token", "decode beside transfers"}
+    assert all((row["layers"], row["must"]) == (2, None) for row in found)
 
 
 @pytest.mark.parametrize("frame", [3, 2**18 + 1])
