@@ -210,6 +210,14 @@ def test_no_other_call_goes_to_the_library(
         on_a_gpu.add(name)
 
 
+def test_a_gather_on_a_gpu_asks_triton_before_cuda() -> None:
+    """They take 82 and 188 us on an H200 for 32,768 tokens. All other moves ask cuda first."""
+    names = [kernel.name for kernel in registry.in_order(cases.Case("gather_kv", "cuda", "bfloat16"))]
+    assert names.index("triton") < names.index("cuda") < names.index("reference")
+    others = [kernel.name for kernel in registry.in_order(cases.Case("write_kv", "cuda", "bfloat16"))]
+    assert others.index("cuda") < others.index("triton")
+
+
 def test_on_a_cpu_auto_never_asks_the_library() -> None:
     built = Case(q_lens=(2048,), kv_lens=(2048,), dtype="bfloat16").build()
     call = call_of(built)
