@@ -83,7 +83,7 @@ def test_calls_are_clean_if_half_of_them_are_or_all_together(num_clean, switches
 def test_a_turn_with_a_slow_clock_counts_for_no_variant(monkeypatch):
     spins = iter([9.0, 1.0, 1.1, 1.4, 1.0])  # of the warm-up, which does not count, then of four turns
     monkeypatch.setattr(clock, "spin", lambda: next(spins))
-    turns = clock.Turns("ab", 4)
+    turns = clock.Turns("ab", 4, reads_memory=False)
     for number, order in enumerate(turns):
         for name in order:
             turns.add(name, number * (1.0 if name == "a" else 10.0), is_clean=(name, number) != ("b", 1))
