@@ -55,6 +55,11 @@ def read_all(folder: Path) -> dict[str, list[Row]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
+def shallow(row: Row, layers: int) -> Row:
+    """Return a row of a model with fewer layers: it says so, and promises nothing."""
+    return {"layers": layers} | row | {"must": None}
+
+
 def of_layers(row: Row) -> str:
     """Return ", N layers" for a row of a model with fewer layers, else ""."""
     return f", {row['layers']} layers" if "layers" in row else ""

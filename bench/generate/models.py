@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from pagedkv import debug
 from pagedkv.bench.progress import track
+from pagedkv.bench.rows import shallow
 from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint import BUNDLED, records
 from pagedkv.checkpoint.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ CONFIG: Final[dict[str, Any]] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 SHALLOW: Final = CONFIG | {"num_hidden_layers": 7}
-"""The model of quick runs on processors without AVX-512: torch computes prompts of bfloat16 at a tenth of the speed."""
+"""The model of quick runs on processors without AVX-512, where torch is slow in bfloat16."""
 TINY: Final = CONFIG | {
     "vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32,
@@ -57,7 +58,7 @@ def quick_config() -> dict[str, Any]:
 
 def of_model(config: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """Return a row that was measured with `config`. A row of SHALLOW has `layers`, and no promise."""
-    return {"layers": config["num_hidden_layers"]} | row | {"must": None} if config == SHALLOW else row
+    return shallow(row, config["num_hidden_layers"]) if config == SHALLOW else row
 
 
 def recall_questions() -> list[tuple[str, str]]:

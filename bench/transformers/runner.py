@@ -40,6 +40,7 @@ from pagedkv import write_kv
 from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, ratios, settled, watched
 from pagedkv.bench.generate.models import recall_questions
 from pagedkv.bench.progress import track
+from pagedkv.bench.rows import shallow
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.integrations.transformers import PagedCache, Pool, paged_batching, patch
 from pagedkv.integrations.transformers.batching import NEEDED
@@ -58,7 +59,7 @@ MOST_OF_SLOW: Final = 128
 """Tokens, of all prompts of a call, up to which DynamicCache takes turns where torch is slow in bfloat16."""
 LAYERS, SLOW_LAYERS = 12, 4
 """Layers of the model, and those where torch is slow in bfloat16."""
-SLOW_PROMPT: Final = "torch multiplies bfloat16 without oneDNN here, at a tenth of its speed elsewhere"
+SLOW_PROMPT: Final = "torch multiplies bfloat16 without oneDNN here, many times as slowly as elsewhere"
 SLOW_CALLS: Final = 2
 """The most calls in a turn there."""
 BATCH: Final = (8, 512)
@@ -89,9 +90,14 @@ def kv_bytes(batch: int, context: int) -> int:
     return 2 * num_layers() * 4 * 64 * 2 * batch * (context + STEPS)
 
 
+def is_slow() -> bool:
+    """Return whether torch is slow in bfloat16 on this processor."""
+    return is_slow_in_torch(torch.bfloat16)
+
+
 def num_layers() -> int:
     """Return the layers of the model on this processor."""
-    return SLOW_LAYERS if is_slow_in_torch(torch.bfloat16) else LAYERS
+    return SLOW_LAYERS if is_slow() else LAYERS
 
 
 def model_of(seed: int = 0) -> Any:
@@ -186,7 +192,7 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
     """Measure all cases, and hand each row to `report` as soon as it is complete."""
 
     def report_of_model(row: Row) -> None:
-        report(row if num_layers() == LAYERS else {"layers": num_layers()} | row | {"must": None})
+        report(shallow(row, num_layers()) if is_slow() else row)
 
     model = model_of()
     with pools_of(model) as pools, torch.no_grad():
@@ -240,7 +246,7 @@ def report_times(
 def report_prefill(report: Callable[[Row], None], model: Any, shape: tuple[int, int], turns: int) -> None:
     """Report the time to the first token of prompts that the pool does not know."""
     calls, hosts = PROMPTS.get(shape, 1), ("DynamicCache",)
-    if is_slow_in_torch(torch.bfloat16):
+    if is_slow():
         calls = min(calls, SLOW_CALLS)
         if shape[0] * shape[1] > MOST_OF_SLOW:
             row = {"case": "prefill", "batch": shape[0], "context": shape[1], "variant": "DynamicCache", "unit": "s"}
@@ -278,7 +284,7 @@ def report_batch(report: Callable[[Row], None], model: Any, turns: int) -> None:
     # Without psutil it complains in each call of limits that nothing here sets.
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
-    shape = SLOW_BATCH if is_slow_in_torch(torch.bfloat16) else BATCH
+    shape = SLOW_BATCH if is_slow() else BATCH
 
     def run(variant: str) -> Taken:
         ids = torch.randint(0, 32_000, shape).tolist()
@@ -313,7 +319,7 @@ def report_recall(report: Callable[[Row], None]) -> None:
     """Report how many questions the bundled checkpoint answers right, without pages and with them."""
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.bfloat16).eval()
-    questions = list(recall_questions())[: SLOW_QUESTIONS if is_slow_in_torch(torch.bfloat16) else None]
+    questions = list(recall_questions())[: SLOW_QUESTIONS if is_slow() else None]
 
     def right() -> float:
         found = 0
@@ -366,7 +372,7 @@ def _new_peak() -> float:
 def _measure_memory(variant: str, batch: int, context: int) -> None:
     model = model_of()
     with pools_of(model) as pools, torch.no_grad():
-        for warm in (variant,) if is_slow_in_torch(torch.bfloat16) else VARIANTS:
+        for warm in (variant,) if is_slow() else VARIANTS:
             decode(warm, model, pools, (batch, 64))
         with served(variant, model, pools):
             before = _new_peak()

@@ -251,15 +251,15 @@ LIMITS: dict[tuple[str, str, int, int, int], int] = {
     ("bfloat16", "bfloat16", 128, 0, 1): 470,
     ("bfloat16", "bfloat16", 64, 0, 2): 300,
     ("float16", "float16", 128, 0, 2): 465,
-    ("float16", "fp8_e4m3", 128, 1, 2): 560,
-    ("bfloat16", "fp8_e4m3", 64, 1, 2): 390,
-    ("bfloat16", "int8", 64, 1, 2): 435,
     ("bfloat16", "fp8_e4m3", 128, 0, 2): 520,
     ("bfloat16", "fp8_e4m3", 128, 1, 2): 580,
     ("bfloat16", "fp8_e4m3", 128, 1, 1): 620,
     ("bfloat16", "fp8_e5m2", 128, 1, 2): 580,
     ("bfloat16", "int8", 128, 1, 2): 680,
     ("bfloat16", "int4", 128, 1, 2): 700,
+    ("float16", "fp8_e4m3", 128, 1, 2): 560,
+    ("bfloat16", "fp8_e4m3", 64, 1, 2): 390,
+    ("bfloat16", "int8", 64, 1, 2): 435,
 }
 """The most instructions for 16 keys, by (q, kv, head dim, token scales, page runs)."""
 
@@ -267,7 +267,7 @@ LIMITS: dict[tuple[str, str, int, int, int], int] = {
 @pytest.mark.parametrize(
     ("kind", "arch"),
     [
-        pytest.param(kind, arch, marks=[] if place in (0, 8) and arch == "sm_90" else pytest.mark.slow)
+        pytest.param(kind, arch, marks=[] if place in (0, 5) and arch == "sm_90" else pytest.mark.slow)
         for place, kind in enumerate(LIMITS)
         for arch in ("sm_90", "sm_100")
     ],
