@@ -5,6 +5,9 @@
     frames      another connection, with the frame's number as the tag: gloo moves the bytes from frame to frame when
                 both sides have posted them
 
+gloo holds a lock of the connection while it moves bytes, and a call that posts a frame waits for it. So a thread of its
+own posts the offers, and the next frames are made ready meanwhile.
+
 gloo has no way to give up an operation. But if one operation is over its time, gloo closes the connection, and all
 others end with an error. `cut` does that on purpose.
 """
@@ -15,6 +18,7 @@ import contextlib
 import os
 import struct
 import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
 
@@ -53,7 +57,9 @@ class DistributedLink(Link):
         self._groups: tuple[Any, Any] | None = None  # of messages and of frames: ProcessGroupGloo
         self._peer = 0
         self._changing = threading.Lock()
-        self._works: dict[int, tuple[Any, torch.Tensor]] = {}  # frames under way, by number
+        self._reads: dict[int, tuple[Any, torch.Tensor]] = {}  # frames under way, by number
+        self._offers: dict[int, tuple[Future[Any], torch.Tensor]] = {}  # likewise, on the prefill side
+        self._poster = ThreadPoolExecutor(1)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def open(self, memory: torch.Tensor, *, listens: bool, timeout: float) -> None:
@@ -63,7 +69,8 @@ class DistributedLink(Link):
         options = OPTIONS()
         options._timeout, options._devices = limit, [self._device()]
         groups = [ProcessGroupGloo(PrefixStore(name, store), rank, 2, options) for name in ("messages", "frames")]
-        self._works, self._peer, self._scratch = {}, int(listens), torch.empty(memory.shape[1], dtype=torch.uint8)
+        self._reads, self._offers, self._poster = {}, {}, ThreadPoolExecutor(1, "pagedkv offers")
+        self._peer, self._scratch = int(listens), torch.empty(memory.shape[1], dtype=torch.uint8)
         with self._changing:
             self._groups = groups[0], groups[1]
 
@@ -81,11 +88,13 @@ class DistributedLink(Link):
         for group in groups or ():
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], self._peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+        self._poster.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """See Link.close."""
         self.cut()
-        self._works.clear()
+        self._reads.clear()
+        self._offers.clear()
         self._meeting.leave()
 
     def _open_groups(self) -> tuple[Any, Any]:
@@ -120,16 +129,21 @@ class DistributedLink(Link):
 
     def offer(self, number: int, row: torch.Tensor) -> int:
         """See Link.offer."""
-        self._works[number] = self._open_groups()[1].send([row], self._peer, number), row
+        self._offers[number] = self._poster.submit(self._open_groups()[1].send, [row], self._peer, number), row
         return 0
 
     def settle(self, number: int, timeout: float) -> None:
         """See Link.settle."""
-        self.finish(number, timeout)
+        offer, _ = self._offers[number]
+        try:
+            offer.result(timeout).wait(timedelta(seconds=timeout))
+        except CancelledError:
+            raise LinkDown("the connection has ended") from None
+        del self._offers[number]
 
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
         """See Link.read."""
-        self._works[number] = self._open_groups()[1].recv([row], self._peer, number), row
+        self._reads[number] = self._open_groups()[1].recv([row], self._peer, number), row
 
     def drop(self, number: int, place: int) -> None:
         """See Link.drop. The other side has posted the frame, so it has to be received."""
@@ -137,9 +151,9 @@ class DistributedLink(Link):
 
     def finish(self, number: int, timeout: float) -> None:
         """See Link.finish."""
-        work, _ = self._works[number]
+        work, _ = self._reads[number]
         work.wait(timedelta(seconds=timeout))
-        del self._works[number]
+        del self._reads[number]
 
 
 def _tensor(content: bytes) -> torch.Tensor:

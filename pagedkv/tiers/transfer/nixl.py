@@ -7,8 +7,11 @@ The sides find one another through the same store as those of DistributedLink, w
 agent. Notifications and the ends of reads are polled, since NIXL has no call that waits.
 
 The agent has no progress thread. The progress thread of NIXL 1.5.1 polls without pause, and takes a core from the model
-on each side. Each poll of this file makes progress instead. Over shared memory a read copies its bytes in the call that
-posts it.
+on each side. Each poll of this file makes progress instead.
+
+Over shared memory a read copies its bytes in the call that posts it, and an agent runs one call at a time. A second
+thread could wait for its turn until all reads have ended. So the thread that posts sends the messages that come
+meanwhile, and `finish` makes no call for a read that has ended.
 """
 
 from __future__ import annotations
@@ -76,7 +79,9 @@ class NixlLink(Link):
         self._registered: Any = None
         self._peer = ""
         self._is_cut = threading.Event()
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[bytes] = deque()  # heard
+        self._unsent: deque[bytes] = deque()
+        self._using = threading.Lock()  # the agent, to post reads or send messages
         self._reads: dict[int, _Posted] = {}  # by number
 
     def open(self, memory: torch.Tensor, *, listens: bool, timeout: float) -> None:
@@ -93,6 +98,7 @@ class NixlLink(Link):
         name = agent.add_remote_agent(store.get(f"agent {int(not listens)}"))
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._messages.clear()
+        self._unsent.clear()
         self._is_cut.clear()
 
     def cut(self) -> None:
@@ -124,7 +130,17 @@ class NixlLink(Link):
 
     def send(self, message: bytes, timeout: float) -> None:
         """See Link.send. NIXL keeps the message until it is sent."""
-        self._require_open().send_notif(self._peer, message)
+        agent = self._require_open()
+        self._unsent.append(message)
+        self._send_unsent(agent)
+
+    def _send_unsent(self, agent: Any) -> None:
+        """Send the messages that are due, unless another thread uses the agent: it looks after them when it is done."""
+        while self._unsent and self._using.acquire(blocking=False):
+            try:
+                agent.send_notif(self._peer, self._unsent.popleft())
+            finally:
+                self._using.release()
 
     def receive(self) -> bytes:
         """See Link.receive."""
@@ -155,9 +171,15 @@ class NixlLink(Link):
         agent, runs = self._require_open(), runs_of(reads)
         ours = agent.get_xfer_descs([(row, size, 0) for row, _, size in runs], MEMORY)
         theirs = agent.get_xfer_descs([(place, size, 0) for _, place, size in runs], MEMORY)
-        posted = _Posted(agent.initialize_xfer("READ", ours, theirs, self._peer))
-        self._reads |= {number: posted for number, _, _ in reads}
-        if agent.transfer(posted.handle) == "ERR":
+        with self._using:
+            posted = _Posted(agent.initialize_xfer("READ", ours, theirs, self._peer))
+            self._reads |= {number: posted for number, _, _ in reads}
+            state = agent.transfer(posted.handle)
+            if state == "DONE":  # so `finish` needs no call
+                agent.release_xfer_handle(posted.handle)
+                posted.state = state
+        self._send_unsent(agent)
+        if state == "ERR":
             raise LinkDown("NIXL cannot read from the other side")
 
     def drop(self, number: int, place: int) -> None:

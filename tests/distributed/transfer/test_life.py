@@ -9,9 +9,11 @@ import socket
 import threading
 import time
 import weakref
+from datetime import timedelta
 from functools import partial
 
 import pytest
+import torch
 
 from pagedkv import PagedKVCache
 from pagedkv.errors import InvalidRequest
@@ -94,9 +96,9 @@ def test_prompts_beyond_max_prompts_are_computed_here_however_many_are_remembere
 
 
 def test_several_long_prompts_go_in_messages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "MOST_BYTES", 24_000)  # wants of 256 pages, and one prompt
+    monkeypatch.setattr(distributed, "MOST_BYTES", 32_000)  # wants of 256 pages, and one prompt
     with Sides(num_frames=1024) as sides:
-        prompts = [[number, *range(900)] for number in range(4)]
+        prompts = [[number, *range(10**6, 10**6 + 900)] for number in range(4)]
         fetches = [sides.decode.cache.fetch(ids) for ids in prompts]
         with sides.serving():
             assert all(fetch.wait(10) for fetch in fetches)
@@ -110,6 +112,47 @@ def test_sides_without_a_name_in_common_ask_for_nothing(which: str, caplog: pyte
         assert holds(lambda: "no call of `forget`" in caplog.text)
         assert sides.decode.cache.fetch(IDS).done
         assert not sides.server.take(0.5)
+
+
+class Posts:
+    """A connection that posts a frame when `moved` is set: until then it moves the frames before."""
+
+    def __init__(self) -> None:
+        self.moved, self.posted = threading.Event(), list[int]()
+
+    def send(self, rows: list[torch.Tensor], peer: int, tag: int) -> Posts:
+        assert self.moved.wait(20)
+        self.posted.append(tag)
+        return self
+
+    def wait(self, timeout: timedelta) -> None: ...
+
+
+def test_an_offer_does_not_wait_for_the_frames_that_move() -> None:
+    """Checksums are computed meanwhile. The end of an offer waits until it was posted."""
+    link, posts, row = distributed.DistributedLink("127.0.0.1:7000"), Posts(), torch.empty(64, dtype=torch.uint8)
+    link._groups = None, posts
+    for number in (3, 4, 5):
+        link.offer(number, row)
+    assert posts.posted == []
+    with pytest.raises(TimeoutError):
+        link.settle(3, 0.05)
+    posts.moved.set()
+    for number in (3, 4, 5):
+        link.settle(number, 20.0)
+    assert posts.posted == [3, 4, 5]
+
+
+def test_an_offer_that_was_not_posted_ends_with_its_connection() -> None:
+    link, posts, row = distributed.DistributedLink("127.0.0.1:7000"), Posts(), torch.empty(64, dtype=torch.uint8)
+    link._groups = None, posts
+    for number in (3, 4):
+        link.offer(number, row)
+    link._groups = None
+    link.cut()
+    with pytest.raises(distributed.LinkDown):
+        link.settle(4, 20.0)
+    posts.moved.set()
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

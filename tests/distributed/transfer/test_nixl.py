@@ -7,7 +7,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +69,48 @@ def test_rows_that_follow_one_another_on_both_sides_are_read_as_one_run() -> Non
     places = {0: 640, 1: 704, 2: 768, 4: 832, 5: 1000}  # row: place there
     runs = runs_of([(number, place, rows[row]) for number, (row, place) in enumerate(places.items())])
     assert runs == [(at, 640, 192), (at + 4 * 64, 832, 64), (at + 5 * 64, 1000, 64)]
+
+
+class OneCall:
+    """An agent of NIXL that runs one call at a time. `during` is called while it reads."""
+
+    def __init__(self, during: Callable[[], object]) -> None:
+        self.during, self.is_used, self.calls = during, False, list[str]()
+
+    def initialize_xfer(self, *_: object) -> str:
+        return "handle"
+
+    def transfer(self, handle: str) -> str:
+        self.is_used = True
+        self.during()
+        self.is_used = False
+        self.calls.append("transfer")
+        return "DONE"
+
+    def send_notif(self, peer: str, message: bytes) -> None:
+        assert not self.is_used, "the speaker would wait for the reads"
+        self.calls.append(message.decode())
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.calls.append(name)
+
+
+def test_a_message_does_not_wait_for_reads_and_the_end_of_a_read_needs_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_api=None))
+    link, row = NixlLink("127.0.0.1:7000"), torch.empty(64, dtype=torch.uint8)
+
+    def speak() -> None:
+        speaker = threading.Thread(target=link.send, args=(b"credits", 1.0), daemon=True)
+        speaker.start()
+        speaker.join(5)
+        assert not speaker.is_alive()
+
+    link._agent = agent = OneCall(speak)
+    link.read_all([(5, 0, row)])
+    assert [call for call in agent.calls if call != "get_xfer_descs"] == ["transfer", "release_xfer_handle", "credits"]
+    agent.calls.clear()
+    link.finish(5, 1.0)
+    assert agent.calls == []
 
 
 def test_an_address_names_its_transport(monkeypatch: pytest.MonkeyPatch) -> None:
