@@ -120,21 +120,22 @@ def cuda(kv: str, kind: str) -> Count:
     )
 
 
-def triton(kv: str, kind: str) -> Count:
+def triton(kv: str, kind: str, dim: int = DIM, arch: str = ARCH) -> Count:
     """Count a Triton kernel, compiled as tests/kernels/triton/compiled.py does."""
     from pagedkv.bench.gpu import sass
     from pagedkv.kernels.triton import tuning
     from tests.kernels.triton import compiled
 
     changes = {} if kv == "bfloat16" else {"kv": f"{kv}/token_head"}
-    compiled.LAUNCHES["counted"] = lambda: compiled.attention(q_len=1024 if kind == "prefill" else 1, **changes)
-    launches = dict(compiled.compiled_launches("counted", ARCH))
+    q_len = 1024 if kind == "prefill" else 1
+    compiled.LAUNCHES["counted"] = lambda: compiled.attention(q_len=q_len, D=dim, Dv=dim, **changes)
+    launches = dict(compiled.compiled_launches("counted", arch))
     kernel = launches[f"{kind}_kernel"]
     code = sass.parsed(sass.disassembled(kernel.asm["cubin"]))
     way = [instruction.text for instruction in main_loop(code)]
-    head_bytes = 2 * DIM * BITS[kv] // 8
+    head_bytes = 2 * dim * BITS[kv] // 8
     size = "decode_16" if kind == "decode" else kind
-    tuned = tuning.tuning(size, tuning.Target(ARCH, 132), head_bytes, DIM)
+    tuned = tuning.tuning(size, tuning.Target(arch, 132), head_bytes, dim)
     about = compiled.nvidia(kernel.asm["cubin"])
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     fit = min(REGISTERS // (32 * warps * -(-about["registers"] // 8) * 8), SHARED // (shared + 1024))

@@ -260,8 +260,12 @@ LIMITS: dict[tuple[str, str, int, int, int], int] = {
     ("float16", "fp8_e4m3", 128, 1, 2): 560,
     ("bfloat16", "fp8_e4m3", 64, 1, 2): 390,
     ("bfloat16", "int8", 64, 1, 2): 435,
+    ("bfloat16", "int4", 64, 1, 2): 460,
 }
 """The most instructions for 16 keys, by (q, kv, head dim, token scales, page runs)."""
+
+WRITTEN_TWICE = {(("bfloat16", "int4", 64, 1, 2), "sm_100")}
+"""Tiles in which ptxas writes each copy of keys out twice, and a predicate chooses one."""
 
 
 @pytest.mark.parametrize(
@@ -284,15 +288,16 @@ def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(
     assert int(re.search(r"Used (\d+) registers", log)[1]) <= 255  # type: ignore[index]
     row_bytes = kernel.tile * dim * BITS[kv] // 8
     runs = kernel.tile // 16
-    copies = 2 * (row_bytes // kernel.copy // 32) + scales * runs
+    times = 2 if (kind, arch) in WRITTEN_TWICE else 1
+    copies = times * 2 * (row_bytes // kernel.copy // 32) + scales * runs
     needed = {sass.PRODUCT: 2 * (dim // 16) * (kernel.tile // 8), sass.COPY: copies, sass.LOOK_UP: runs}
     way = sass.steady_tile(sass.parsed(disassembled(cubin)), needed)
     assert len(way) <= LIMITS[kind] * kernel.tile // 16
     assert len(way) > 6 * needed[sass.PRODUCT], "a way so short does not do the work of a tile"
     in_flight = kernel.blocks * kernel.threads // 32 * sass.bytes_in_flight(way)
     assert in_flight >= 42_000 or dim < 128, "bytes in flight of an SM: 1.3 us at 4.3 TB/s want 42 KB"
-    keys_and_values = kernel.blocks * 4 * (kernel.stages - 1) * 2 * row_bytes
-    assert keys_and_values <= in_flight <= 1.1 * keys_and_values, "scales come beside them"
+    keys_and_values = kernel.blocks * 4 * (kernel.stages - 1) * 2 * row_bytes * times
+    assert keys_and_values <= in_flight <= (1 + scales * 4 / (dim * BITS[kv] / 8)) * keys_and_values, "beside scales"
 
 
 MORE_LIMITS: dict[tuple[Wish, int], dict[str, int]] = {

@@ -135,13 +135,19 @@ Tiles of 16 rows use HMMA on all of them: the larger instructions take 64 rows a
 
 @cache
 def reports(jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Compile the jobs in a process of its own, without the interpreter; return the reports of each job."""
+    """Compile the jobs; return the reports of each job."""
+    lines = told(["-m", "tests.kernels.triton.compiled"], jobs)
+    return {(name, arch): launches for name, arch, launches in map(json.loads, lines)}
+
+
+def told(arguments: list[str], jobs: object) -> list[str]:
+    """Return what a process of its own prints about `jobs`, without the interpreter."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["TRITON_DEFAULT_FP_FUSION"] = "1"
-    command = [sys.executable, "-m", "tests.kernels.triton.compiled"]
+    command = [sys.executable, *arguments]
     run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    return {(name, arch): launches for name, arch, launches in map(json.loads, run.stdout.splitlines())}
+    return run.stdout.splitlines()
 
 
 def stays_within_budget(name: str, arch: str, launches: list[dict[str, Any]]) -> None:
@@ -191,6 +197,56 @@ def test_every_kernel_compiles_for_every_architecture_within_budget(arch: str) -
     jobs = tuple((name, to) for name, to in ALL if to == arch)
     for (name, to), launches in reports(jobs).items():
         stays_within_budget(name, to, launches)
+
+
+TILES = {
+    ("bfloat16", 64): {"sm_90": 480, "sm_100": 460},
+    ("bfloat16", 128): {"sm_90": 740, "sm_100": 725},
+    ("bfloat16", 256): {"sm_90": 920, "sm_100": 900},
+    ("fp8_e4m3", 64): {"sm_90": 750, "sm_100": 730},
+    ("fp8_e4m3", 128): {"sm_90": 2460, "sm_100": 1120},
+    ("fp8_e4m3", 256): {"sm_90": 1030, "sm_100": 1035},
+    ("int8", 64): {"sm_90": 830, "sm_100": 810},
+    ("int8", 128): {"sm_90": 3080, "sm_100": 1280},
+    ("int8", 256): {"sm_90": 1200, "sm_100": 1190},
+    ("int4", 64): {"sm_90": 755, "sm_100": 735},
+    ("int4", 128): {"sm_90": 3100, "sm_100": 1095},
+    ("int4", 256): {"sm_90": 1070, "sm_100": 1040},
+}
+"""The most instructions of a warp for 64 keys of decode, by (elements, head dim): counts with Triton 3.9, rounded up.
+
+Narrow heads of 128 take most on sm_90: there one warp has the whole tile, and elsewhere four share it."""
+
+IN_FLIGHT = {"bfloat16": 64 << 10, "fp8_e4m3": 32 << 10, "int8": 32 << 10, "int4": 24 << 10}
+"""The least bytes that an SM has under way."""
+
+COUNTED = """
+import json, sys
+from dataclasses import asdict
+from pagedkv.bench.gpu.model import counts
+for kv, dim, arch in json.load(sys.stdin):
+    print(json.dumps([kv, dim, arch, asdict(counts.triton(kv, "decode", dim, arch))]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        [("bfloat16", 128, "sm_90")],
+        pytest.param([(*tile, arch) for tile in TILES for arch in ("sm_90", "sm_100")], marks=pytest.mark.slow),
+    ],
+    ids=["the usual one", "all"],
+)
+def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(tiles: list[tuple[str, int, str]]) -> None:
+    found = [json.loads(line) for line in told(["-c", COUNTED], tiles)]
+    assert [tuple(key) for *key, _ in found] == tiles
+    for kv, dim, arch, count in found:
+        instructions = count["instructions"] * 64 // count["keys"]
+        assert TILES[kv, dim][arch] * 0.8 < instructions <= TILES[kv, dim][arch], (kv, dim, arch, instructions)
+        assert count["registers"] <= 255
+        assert count["spills"] <= SPILLS
+        assert count["in_flight"] >= IN_FLIGHT[kv], (kv, dim, arch)
+        assert count["warps"] * count["ctas"] >= 8, "warps of an SM, which hide the latency of one another"
 
 
 @pytest.mark.slow
