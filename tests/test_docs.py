@@ -227,6 +227,15 @@ def test_every_page_can_be_switched_between_light_and_dark(site):
         assert sorted(schemes) == ["default", "slate"], page
 
 
+def test_the_reference_shows_no_private_name(site):
+    """`members: false` alone leaves the inherited members, the private ones too."""
+    names = [
+        name for page in site.rglob("index.html") for name in re.findall(r'id="(pagedkv\.[\w.]+)"', page.read_text())
+    ]
+    assert len(names) > 300
+    assert not [name for name in names if re.search(r"\._[a-z]", name)]
+
+
 @pytest.mark.parametrize("name", pagedkv.__all__)
 def test_the_reference_shows_the_docstring_of_every_public_name(site, name):
     page = site / "reference/pagedkv/index.html"
