@@ -92,7 +92,7 @@ class Watch:
     def _watch(self, store: Store) -> None:
         last = time.monotonic()
         heard = dict.fromkeys(self._peers, (0, last))
-        while not self._stopping.wait(self._beat_s):
+        while not self._stopping.is_set():  # the first beat comes at once: a rank may stop before the second
             if (ended := end_of(store)) is not None:
                 self._follow(store, ended)
                 return
@@ -108,6 +108,7 @@ class Watch:
                     self._end(f"rank {peer} gave no sign for {now - since:.0f} s")
                     return
             self._answered_at = time.monotonic()
+            self._stopping.wait(self._beat_s)
 
     def _time(self) -> None:
         """End this process if the store does not answer."""

@@ -104,6 +104,20 @@ def test_a_rank_that_has_not_come_yet_has_more_time(begin: Callable[..., Process
     assert begin(Kept()).wait(2 * DEADLINE_S) is None
 
 
+def test_a_rank_beats_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that stops before its second beat has come, so the others wait one deadline for it, not JOINING."""
+    monkeypatch.setattr(watch, "BEAT_S", 60.0)
+    store = Kept()
+    rank = Watch(lambda: store, 1, 2, deadline=240.0)
+    rank.start()
+    end = time.monotonic() + 20
+    while rank._answered_at is None and time.monotonic() < end:
+        time.sleep(0.01)
+    rank.stop()
+    assert rank._answered_at is not None
+    assert store.values["beat/1"] == 1
+
+
 def test_a_store_that_never_answers_ends_the_process_when_others_would_have_come(
     begin: Callable[..., Process], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
