@@ -5,8 +5,8 @@
     frames      another connection, with the frame's number as the tag: gloo moves the bytes from frame to frame when
                 both sides have posted them
 
-gloo holds a lock of the connection while it moves bytes, and a call that posts a frame waits for it. So a thread of its
-own posts the offers, and the next frames are made ready meanwhile.
+gloo holds a connection's lock while it writes, and a call that posts a frame waits for that lock. A thread, the poster,
+posts the offers, so the speaker computes checksums meanwhile.
 
 gloo has no way to give up an operation. But if one operation is over its time, gloo closes the connection, and all
 others end with an error. `cut` does that on purpose.
@@ -18,9 +18,11 @@ import contextlib
 import os
 import struct
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+import time
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Final
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
@@ -36,9 +38,51 @@ SHORT: Final = 8192
 NEVER_SENT: Final = 2**31 - 1
 """A tag."""
 FOREVER: Final = timedelta(days=365)
+POSTING: Final = 1.0
+"""Seconds that the end of a connection waits for an offer that is being posted."""
 OPTIONS: Final[Any] = ProcessGroupGloo._Options  # type: ignore[attr-defined]
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 """The variable in which a user names the network interface for gloo."""
+
+
+class _Offer(NamedTuple):
+    """A row that is to be posted. posted: its operation of gloo, as soon as there is one."""
+
+    number: int
+    row: torch.Tensor
+    posted: Future[Any]
+
+
+class _Connection:
+    """The two groups of a connection (ProcessGroupGloo), and the thread that posts its offers."""
+
+    def __init__(self, messages: Any, frames: Any, peer: int) -> None:
+        self.messages, self.frames, self.peer = messages, frames, peer
+        self.offers = SimpleQueue[_Offer | None]()
+        self._poster = threading.Thread(target=self._post, name="pagedkv poster", daemon=True)
+        self._poster.start()
+
+    def _post(self) -> None:
+        while (offer := self.offers.get()) is not None:
+            try:
+                offer.posted.set_result(self.frames.send([offer.row], self.peer, offer.number))
+            except Exception as error:  # the keeper hears of the end
+                offer.posted.set_exception(error)
+                self._break()
+
+    def end(self) -> None:
+        """Let all operations under way end with an error, and post nothing more.
+
+        The caller frees the groups. If the poster freed them while the process ends, C++ would abort.
+        """
+        self._break()
+        self.offers.put(None)
+        self._poster.join(POSTING)
+
+    def _break(self) -> None:
+        for group in (self.messages, self.frames):
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], self.peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 class DistributedLink(Link):
@@ -54,12 +98,10 @@ class DistributedLink(Link):
 
     def __init__(self, address: str) -> None:
         self._meeting = Meeting(address)
-        self._groups: tuple[Any, Any] | None = None  # of messages and of frames: ProcessGroupGloo
-        self._peer = 0
+        self._connection: _Connection | None = None
         self._changing = threading.Lock()
         self._reads: dict[int, tuple[Any, torch.Tensor]] = {}  # frames under way, by number
-        self._offers: dict[int, tuple[Future[Any], torch.Tensor]] = {}  # likewise, on the prefill side
-        self._poster = ThreadPoolExecutor(1)
+        self._offers: dict[int, _Offer] = {}  # likewise, on the prefill side
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def open(self, memory: torch.Tensor, *, listens: bool, timeout: float) -> None:
@@ -68,11 +110,12 @@ class DistributedLink(Link):
         rank, limit = 0 if listens else 1, timedelta(seconds=timeout)
         options = OPTIONS()
         options._timeout, options._devices = limit, [self._device()]
-        groups = [ProcessGroupGloo(PrefixStore(name, store), rank, 2, options) for name in ("messages", "frames")]
-        self._reads, self._offers, self._poster = {}, {}, ThreadPoolExecutor(1, "pagedkv offers")
-        self._peer, self._scratch = int(listens), torch.empty(memory.shape[1], dtype=torch.uint8)
+        messages, frames = (
+            ProcessGroupGloo(PrefixStore(name, store), rank, 2, options) for name in ("messages", "frames")
+        )
+        self._reads, self._offers, self._scratch = {}, {}, torch.empty(memory.shape[1], dtype=torch.uint8)
         with self._changing:
-            self._groups = groups[0], groups[1]
+            self._connection = _Connection(messages, frames, int(listens))
 
     def _device(self) -> Any:
         """Return the network interface that leads to the other side, or that of GLOO_SOCKET_IFNAME."""
@@ -84,11 +127,9 @@ class DistributedLink(Link):
         """See Link.cut."""
         self._meeting.give_up()
         with self._changing:
-            groups, self._groups = self._groups, None
-        for group in groups or ():
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], self._peer, NEVER_SENT).wait(timedelta(milliseconds=1))
-        self._poster.shutdown(wait=False, cancel_futures=True)
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.end()
 
     def close(self) -> None:
         """See Link.close."""
@@ -97,53 +138,54 @@ class DistributedLink(Link):
         self._offers.clear()
         self._meeting.leave()
 
-    def _open_groups(self) -> tuple[Any, Any]:
-        groups = self._groups
-        if groups is None:
+    def _require_open(self) -> _Connection:
+        connection = self._connection
+        if connection is None:
             raise LinkDown("the connection has ended")
-        return groups
+        return connection
 
     def send(self, message: bytes, timeout: float) -> None:
         """See Link.send."""
-        (group, _), content = self._open_groups(), LENGTH.pack(len(message)) + message
+        to, content = self._require_open(), LENGTH.pack(len(message)) + message
         head, rest = content[:SHORT].ljust(SHORT, b"\0"), content[SHORT:]
-        works = [group.send([_tensor(head)], self._peer, HEAD)]
+        works = [to.messages.send([_tensor(head)], to.peer, HEAD)]
         if rest:
-            works.append(group.send([_tensor(rest)], self._peer, REST))
+            works.append(to.messages.send([_tensor(rest)], to.peer, REST))
         for work in works:
             work.wait(timedelta(seconds=timeout))
 
     def receive(self) -> bytes:
         """See Link.receive."""
-        (group, _), head = self._open_groups(), torch.empty(SHORT, dtype=torch.uint8)
-        group.recv([head], self._peer, HEAD).wait(FOREVER)
+        to, head = self._require_open(), torch.empty(SHORT, dtype=torch.uint8)
+        to.messages.recv([head], to.peer, HEAD).wait(FOREVER)
         content = head.numpy().tobytes()
         end = LENGTH.size + LENGTH.unpack_from(content)[0]
         if end > MOST_BYTES:
             raise LinkDown(f"a message of {end} bytes was announced")
         if end > SHORT:
             rest = torch.empty(end - SHORT, dtype=torch.uint8)
-            group.recv([rest], self._peer, REST).wait(FOREVER)
+            to.messages.recv([rest], to.peer, REST).wait(FOREVER)
             content += rest.numpy().tobytes()
         return content[LENGTH.size : end]
 
     def offer(self, number: int, row: torch.Tensor) -> int:
         """See Link.offer."""
-        self._offers[number] = self._poster.submit(self._open_groups()[1].send, [row], self._peer, number), row
+        to, offer = self._require_open(), _Offer(number, row, Future())
+        self._offers[number] = offer
+        to.offers.put(offer)
         return 0
 
     def settle(self, number: int, timeout: float) -> None:
         """See Link.settle."""
-        offer, _ = self._offers[number]
-        try:
-            offer.result(timeout).wait(timedelta(seconds=timeout))
-        except CancelledError:
-            raise LinkDown("the connection has ended") from None
+        until = time.monotonic() + timeout
+        work = self._offers[number].posted.result(timeout)
+        work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
         del self._offers[number]
 
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
         """See Link.read."""
-        self._reads[number] = self._open_groups()[1].recv([row], self._peer, number), row
+        to = self._require_open()
+        self._reads[number] = to.frames.recv([row], to.peer, number), row
 
     def drop(self, number: int, place: int) -> None:
         """See Link.drop. The other side has posted the frame, so it has to be received."""

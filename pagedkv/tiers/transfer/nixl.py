@@ -11,7 +11,7 @@ on each side. Each poll of this file makes progress instead.
 
 Over shared memory a read copies its bytes in the call that posts it, and an agent runs one call at a time. A second
 thread could wait for its turn until all reads have ended. So the thread that posts sends the messages that come
-meanwhile, and `finish` makes no call for a read that has ended.
+meanwhile, and `finish` makes no call for a read that ended in the call that posted it.
 """
 
 from __future__ import annotations
@@ -129,16 +129,17 @@ class NixlLink(Link):
         return self._agent
 
     def send(self, message: bytes, timeout: float) -> None:
-        """See Link.send. NIXL keeps the message until it is sent."""
+        """See Link.send. The link, and then NIXL, keeps the message until it is sent."""
         agent = self._require_open()
         self._unsent.append(message)
         self._send_unsent(agent)
 
     def _send_unsent(self, agent: Any) -> None:
-        """Send the messages that are due, unless another thread uses the agent: it looks after them when it is done."""
+        """Send the messages that are due, unless another thread uses the agent: that one sends them when it is done."""
         while self._unsent and self._using.acquire(blocking=False):
             try:
-                agent.send_notif(self._peer, self._unsent.popleft())
+                if self._unsent:  # still: only the thread that uses the agent takes messages
+                    agent.send_notif(self._peer, self._unsent.popleft())
             finally:
                 self._using.release()
 

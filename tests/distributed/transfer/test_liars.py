@@ -118,7 +118,7 @@ def say_raw(content: bytes) -> Callable[[Liar, int], None]:
 
 
 def say_endless(liar: Liar, number: int) -> None:
-    group, peer = liar.link._groups[0], liar.link._peer
+    group, peer = liar.link._connection.messages, liar.link._connection.peer
     group.send([torch.full((SHORT,), 255, dtype=torch.uint8)], peer, 0).wait()
 
 

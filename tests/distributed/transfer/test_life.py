@@ -6,9 +6,12 @@ import contextlib
 import gc
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -22,6 +25,7 @@ from tests.interrupts import Interrupter, count_instructions
 from tests.tiers.stores import free_port
 from tests.tiers.world import SPEC
 
+from .engines import ROOT
 from .liars import Liar, Prefill, holds
 from .sides import Sides
 
@@ -115,25 +119,48 @@ def test_sides_without_a_name_in_common_ask_for_nothing(which: str, caplog: pyte
 
 
 class Posts:
-    """A connection that posts a frame when `moved` is set: until then it moves the frames before."""
+    """Groups of a connection that post a frame when `moved` is set: until then they move the frames before."""
 
     def __init__(self) -> None:
-        self.moved, self.posted = threading.Event(), list[int]()
+        self.moved, self.posted, self.error = threading.Event(), list[int](), None
+        self.is_broken = False
 
     def send(self, rows: list[torch.Tensor], peer: int, tag: int) -> Posts:
         assert self.moved.wait(20)
+        if self.error is not None:
+            raise self.error
         self.posted.append(tag)
+        return self
+
+    def recv(self, rows: list[torch.Tensor], peer: int, tag: int) -> Posts:
+        assert tag == distributed.NEVER_SENT
+        self.is_broken, self.error = True, RuntimeError("the connection is closed")
         return self
 
     def wait(self, timeout: timedelta) -> None: ...
 
 
-def test_an_offer_does_not_wait_for_the_frames_that_move() -> None:
+@pytest.fixture
+def posts() -> Iterator[Posts]:
+    made = Posts()
+    yield made
+    made.moved.set()
+
+
+def link_over(posts: Posts) -> DistributedLink:
+    link = DistributedLink("127.0.0.1:7000")
+    link._connection = distributed._Connection(posts, posts, 0)
+    return link
+
+
+ROW = torch.empty(64, dtype=torch.uint8)
+
+
+def test_an_offer_does_not_wait_for_the_frames_that_move(posts: Posts) -> None:
     """Checksums are computed meanwhile. The end of an offer waits until it was posted."""
-    link, posts, row = distributed.DistributedLink("127.0.0.1:7000"), Posts(), torch.empty(64, dtype=torch.uint8)
-    link._groups = None, posts
+    link = link_over(posts)
     for number in (3, 4, 5):
-        link.offer(number, row)
+        link.offer(number, ROW)
     assert posts.posted == []
     with pytest.raises(TimeoutError):
         link.settle(3, 0.05)
@@ -141,18 +168,50 @@ def test_an_offer_does_not_wait_for_the_frames_that_move() -> None:
     for number in (3, 4, 5):
         link.settle(number, 20.0)
     assert posts.posted == [3, 4, 5]
-
-
-def test_an_offer_that_was_not_posted_ends_with_its_connection() -> None:
-    link, posts, row = distributed.DistributedLink("127.0.0.1:7000"), Posts(), torch.empty(64, dtype=torch.uint8)
-    link._groups = None, posts
-    for number in (3, 4):
-        link.offer(number, row)
-    link._groups = None
     link.cut()
-    with pytest.raises(distributed.LinkDown):
-        link.settle(4, 20.0)
+
+
+def test_an_offer_that_was_not_posted_ends_with_its_connection(posts: Posts) -> None:
+    link = link_over(posts)
+    for number in (3, 4):
+        link.offer(number, ROW)
+    link.cut()
     posts.moved.set()
+    for number in (3, 4):
+        with pytest.raises(RuntimeError, match="is closed"):
+            link.settle(number, 20.0)
+    with pytest.raises(distributed.LinkDown):
+        link.offer(5, ROW)
+    assert holds(lambda: "pagedkv poster" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_an_offer_that_cannot_be_posted_breaks_the_connection(posts: Posts) -> None:
+    """The other side would wait for the frame."""
+    link, posts.error = link_over(posts), RuntimeError("no memory")
+    posts.moved.set()
+    link.offer(3, ROW)
+    with pytest.raises(RuntimeError, match="no memory"):
+        link.settle(3, 20.0)
+    assert holds(lambda: posts.is_broken)
+    link.cut()
+
+
+MAIN_ENDS = """
+import threading
+from tests.distributed.transfer.sides import Sides
+
+def work():
+    threading.main_thread().join()
+    with Sides() as sides, sides.serving():
+        print(sides.run(list(range(41))), flush=True)
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_pages_cross_when_the_main_thread_has_ended() -> None:
+    ended = subprocess.run([sys.executable, "-c", MAIN_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("40\n", 0), ended.stderr
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
