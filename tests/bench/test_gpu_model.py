@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from pagedkv.bench.gpu import attention
 from pagedkv.bench.gpu.model import counts, predict, scheduler, table
 from pagedkv.bench.gpu.model.predict import Count
 from pagedkv.errors import InvalidRequest
+from tests.kernels.triton.compiled import counted
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/explanation/gpu-predictions.md"
@@ -212,23 +210,11 @@ def test_counting_again_finds_what_is_kept(kv: str) -> None:
     is_what_is_kept(asdict(counts.cuda(kv, "decode")))
 
 
-COUNTED = """
-import json
-from dataclasses import asdict
-from pagedkv.bench.gpu.model import counts
-decodes = [counts.triton(kv, "decode") for kv in ("bfloat16", "fp8_e4m3", "int8")]
-print(json.dumps([asdict(count) for count in (*decodes, counts.triton("bfloat16", "prefill"))]))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_counting_the_triton_kernels_again_finds_what_is_kept() -> None:
-    """In a process of its own, without the interpreter."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    for found in json.loads(run.stdout):
+    kernels = [("bfloat16", "decode"), ("fp8_e4m3", "decode"), ("int8", "decode"), ("bfloat16", "prefill")]
+    for found in counted([(kv, kind, counts.DIM, counts.ARCH) for kv, kind in kernels]):
         is_what_is_kept(found)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from tests.kernels.triton.addresses import products
 
+ROOT = Path(__file__).parents[3]
 PROCESSORS = {
     "sm_80": 108,
     "sm_86": 84,
@@ -419,6 +420,30 @@ def amd(text: str) -> dict[str, Any]:
         "mma": len(re.findall(r"v_mfma_f32", text)),
         "instructions": len(re.findall(r"^\t[a-z]\w+", text, re.M)),
     }
+
+
+def printed_by_child(arguments: list[str], jobs: object) -> list[str]:
+    """Return the lines that a process of its own prints about `jobs`, which it reads. It has no interpreter."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["TRITON_DEFAULT_FP_FUSION"] = "1"
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.splitlines()
+
+
+COUNTED = """
+import json, sys
+from dataclasses import asdict
+from pagedkv.bench.gpu.model import counts
+for job in json.load(sys.stdin):
+    print(json.dumps(asdict(counts.triton(*job))), flush=True)
+"""
+
+
+def counted(jobs: list[tuple[str, str, int, str]]) -> list[dict[str, Any]]:
+    """Return the count of each kernel: elements of the keys, "decode" or "prefill", head dim, architecture."""
+    return [json.loads(line) for line in printed_by_child(["-c", COUNTED], jobs)]
 
 
 def main() -> None:

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +17,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tests.kernels.triton.compiled import LAUNCHES, NEIGHBOURS, PROCESSORS
+from tests.kernels.triton.compiled import LAUNCHES, NEIGHBOURS, PROCESSORS, ROOT, counted, printed_by_child
 
-ROOT = Path(__file__).parents[3]
 SHARED = {
     "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
     "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
@@ -136,18 +131,8 @@ Tiles of 16 rows use HMMA on all of them: the larger instructions take 64 rows a
 @cache
 def reports(jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Compile the jobs; return the reports of each job."""
-    lines = told(["-m", "tests.kernels.triton.compiled"], jobs)
+    lines = printed_by_child(["-m", "tests.kernels.triton.compiled"], jobs)
     return {(name, arch): launches for name, arch, launches in map(json.loads, lines)}
-
-
-def told(arguments: list[str], jobs: object) -> list[str]:
-    """Return what a process of its own prints about `jobs`, without the interpreter."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["TRITON_DEFAULT_FP_FUSION"] = "1"
-    command = [sys.executable, *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.splitlines()
 
 
 def stays_within_budget(name: str, arch: str, launches: list[dict[str, Any]]) -> None:
@@ -220,14 +205,6 @@ Narrow heads of 128 take most on sm_90: there one warp has the whole tile, and e
 IN_FLIGHT = {"bfloat16": 64 << 10, "fp8_e4m3": 32 << 10, "int8": 32 << 10, "int4": 24 << 10}
 """The least bytes that an SM has under way."""
 
-COUNTED = """
-import json, sys
-from dataclasses import asdict
-from pagedkv.bench.gpu.model import counts
-for kv, dim, arch in json.load(sys.stdin):
-    print(json.dumps([kv, dim, arch, asdict(counts.triton(kv, "decode", dim, arch))]), flush=True)
-"""
-
 
 @pytest.mark.parametrize(
     "tiles",
@@ -238,9 +215,9 @@ for kv, dim, arch in json.load(sys.stdin):
     ids=["the usual one", "all"],
 )
 def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(tiles: list[tuple[str, int, str]]) -> None:
-    found = [json.loads(line) for line in told(["-c", COUNTED], tiles)]
-    assert [tuple(key) for *key, _ in found] == tiles
-    for kv, dim, arch, count in found:
+    found = counted([(kv, "decode", dim, arch) for kv, dim, arch in tiles])
+    for (kv, dim, arch), count in zip(tiles, found, strict=True):
+        assert (count["backend"], count["kind"], count["kv"]) == ("triton", "decode", kv)
         instructions = count["instructions"] * 64 // count["keys"]
         assert TILES[kv, dim][arch] * 0.8 < instructions <= TILES[kv, dim][arch], (kv, dim, arch, instructions)
         assert count["registers"] <= 255
