@@ -92,7 +92,7 @@ class Watch:
     def _watch(self, store: Store) -> None:
         last = time.monotonic()
         heard = dict.fromkeys(self._peers, (0, last))
-        while not self._stopping.is_set():  # the first beat comes at once: a rank may stop before the second
+        while not self._stopping.is_set():  # beat at once: a rank without a beat counts as one that has not come yet
             if (ended := end_of(store)) is not None:
                 self._follow(store, ended)
                 return

@@ -73,7 +73,8 @@ class _Connection:
     def end(self) -> None:
         """Let all operations under way end with an error, and post nothing more.
 
-        The caller frees the groups. If the poster freed them while the process ends, C++ would abort.
+        It may be called again. It waits for the poster, so that the caller frees the groups: if the poster freed them
+        while the process ends, C++ would abort.
         """
         self._break()
         self.offers.put(None)
@@ -126,10 +127,11 @@ class DistributedLink(Link):
     def cut(self) -> None:
         """See Link.cut."""
         self._meeting.give_up()
-        with self._changing:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.end()
+        if (connection := self._connection) is not None:
+            connection.end()  # first: if an interrupt comes here, the next call ends it
+            with self._changing:
+                if self._connection is connection:
+                    self._connection = None
 
     def close(self) -> None:
         """See Link.close."""

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -194,6 +195,17 @@ def test_an_offer_that_cannot_be_posted_breaks_the_connection(posts: Posts) -> N
         link.settle(3, 20.0)
     assert holds(lambda: posts.is_broken)
     link.cut()
+
+
+def test_a_cut_that_was_interrupted_is_made_by_the_next_one(posts: Posts, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = link_over(posts)
+    with monkeypatch.context() as patch:
+        patch.setattr(link._connection, "end", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            link.cut()
+    link.cut()
+    assert posts.is_broken
+    assert link._connection is None
 
 
 MAIN_ENDS = """
