@@ -326,7 +326,7 @@ def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[..., Any], *argu
     if calls is None:
         checks.is_layer(layer)
         object.__setattr__(layer, "_bound", calls := {})
-    key = (*key, *_extension.kernel_choices())
+    key = key, _extension.kernel_choices()
     try:
         found = calls.get(key, 0)
     except TypeError:  # an option of a wrong type cannot be hashed: the operator refuses it

@@ -103,11 +103,12 @@ def paged_attention(
     options: tuple[Any, ...] = (scale, causal, window, right, softcap, sinks, alibi_slopes, split_tokens)
     # Sinks and slopes of another dtype are converted in each call: a bound call would not see later changes.
     if (sinks is None and alibi_slopes is None) or AttentionOptions(*options).is_float32():
-        plain = (scale, causal, window, softcap, split_tokens)
-        # types: 1, 1.0 and True are equal
-        # Dynamo of torch 2.11 traces no id(None).
-        ids = (sinks is not None and id(sinks), alibi_slopes is not None and id(alibi_slopes))
-        key = (*plain, *map(type, plain), right, *ids, backend)
+        # Types are in the key because 1, 1.0 and True are equal. Dynamo of torch 2.11 traces no id(None).
+        key = (
+            scale, causal, window, softcap, split_tokens,
+            type(scale), type(causal), type(window), type(softcap), type(split_tokens),
+            right, sinks is not None and id(sinks), alibi_slopes is not None and id(alibi_slopes), backend,
+        )  # fmt: skip
         attend = cached(layer, key, _bound, options, backend)
         if attend is not None:
             return attend(  # type: ignore[no-any-return]
