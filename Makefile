@@ -81,7 +81,7 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (40 minut
 		$(VENV)-vllm/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-build-isolation \
 		--no-binary vllm --dest $(VENV)-vllm vllm==$(VLLM)
 	@[ -d $(VENV)-vllm/vllm-$(VLLM) ] || tar -xzf $(VENV)-vllm/vllm-$(VLLM).tar.gz -C $(VENV)-vllm vllm-$(VLLM)/tests
-	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples pyproject.toml $(VENV)-vllm/run
+	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples bench pyproject.toml $(VENV)-vllm/run
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && VLLM_SOURCES=../vllm-$(VLLM) ../bin/python -m pytest --quiet -p no:cacheprovider \
 		-m "not gpu" tests/integrations/vllm
