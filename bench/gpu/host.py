@@ -20,6 +20,7 @@ from pagedkv import bind_attention, bind_write, paged_attention, write_kv
 from pagedkv.bench.gpu.attention import ONE
 from pagedkv.bench.gpu.pool import GpuPool
 from pagedkv.bench.gpu.timing import error_line, keep, options_of, provenance, require_gpu, served
+from pagedkv.kernels import cpu
 
 CALLS: Final = 200
 """Fewer than the driver queues (about a thousand), so no launch waits for the device."""
@@ -68,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     given = options_of(__doc__, "host").parse_args(argv)
     require_gpu()
     about, pool, rows = provenance(), GpuPool(ONE), []
+    is_built = not cpu.missing()
+    if not is_built:
+        print("= without the C++ extension: a bound call also takes torch's operator", flush=True)
     for backend in served():
         found: dict[str, Any] = {}
         for name, make in calls_of(backend, pool).items():
@@ -75,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
                 found[name] = round(host_us(make()), 2)
             except Exception as why:
                 print(f"{backend}, {name}: {error_line(why)}", flush=True)
-        rows.append({"who": backend, "us": found})
+        rows.append({"who": backend, "us": found, "extension": is_built})
         keep([rows[-1] | about], given.out, "host")
         words = ", ".join(f"{name} {us} us" for name, us in found.items())
         print(f"= {backend}: {words or 'refused'}", flush=True)
