@@ -163,6 +163,7 @@ def test_the_times_of_the_smallest_calls_are_those_of_the_rows_named():
     commit = re.search(r"rows of commit (\w+) in bench/results/calls.jsonl", page)[1]
     rows = [json.loads(line) for line in (ROOT / "bench/results/calls.jsonl").read_text().splitlines()]
     times = {(row["what"], row["caches"]): row["us"] for row in rows if row["commit"] == commit}
+    assert times, commit
     for what in {name for name, _ in times}:
         warm, cold = re.search(rf"^\| {what} \| ([\d.]+) \| (\d+) \|$", page, re.M).groups()
         assert float(warm) == pytest.approx(times[what, "warm"], abs=0.0501), what
