@@ -29,7 +29,7 @@ constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // so that q, o and scores 
 constexpr int64_t UNITS_PER_THREAD = 4,
                   LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
 constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
-constexpr int64_t RUNS_OF_ROWS = 4;  // of a linear operation, for each thread
+constexpr int64_t RUNS_OF_ROWS = 8;  // of a linear operation, for each thread
 constexpr int64_t HEADS_PER_THREAD = 48;  // a head takes 0.2 us, to wake a team 3 us
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // less work than this is not worth another thread
 
@@ -222,17 +222,22 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
     int64_t rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
     int64_t streamed = rows * l.K * bits_of(l.weight_type) / 8;
     threads = static_cast<int>(std::clamp<int64_t>(streamed / BYTES_PER_THREAD, 1, threads));
-    int64_t tail = std::max<int64_t>(3 * l.K, 3 * (l.T * MAX_LANES + MAX_LANES));
+    int64_t sums = round_up(l.T, 8) * LINEAR_ROWS * MAX_LANES, tail = std::max(3 * l.K, numbers_of_rows(l.T) + sums);
     int64_t bytes = round_up(4 * (l.T * round_up(l.K, WHOLE) + tail), 4096) + 256;
     char* memory = scratches.of(bytes * threads);
-    // A few runs of rows for each thread: a thread that is held up leaves the rest to the other ones.
-    int64_t at_once = round_up((l.N + RUNS_OF_ROWS * threads - 1) / (RUNS_OF_ROWS * threads), MAX_LANES);
-    std::atomic<int64_t> next{0};
+    // A thread reads its range of rows, run by run, so that a stream of memory goes on; then it helps with other ranges.
+    int64_t some = std::max<int64_t>(l.N / (RUNS_OF_ROWS * threads), 1);
+    int64_t run = round_up(some, some < LINEAR_ROWS ? MAX_LANES : LINEAR_ROWS);
+    int64_t range = round_up((l.N + threads - 1) / threads, run);
+    std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(threads));
     run_team(threads, [&](int thread) {
         char* mine = memory + thread * bytes;
         isa.take(l, mine);
-        for (int64_t first; (first = next.fetch_add(at_once)) < l.N;)
-            isa.linear(l, first, std::min(first + at_once, l.N), mine);
+        for (int i = 0; i < threads; i++) {
+            int64_t owner = (thread + i) % threads, first = owner * range, end = std::min(first + range, l.N);
+            for (int64_t at; (at = first + taken[owner].fetch_add(run)) < end;)
+                isa.linear(l, at, std::min(at + run, end), mine);
+        }
     });
 }
 

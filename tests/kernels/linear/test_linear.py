@@ -25,8 +25,11 @@ from pagedkv.kernels.linear.reference import Operations
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = ((1, 1024, 512), (3, 100, 37), (8, 64, 96), (5, 33, 6), (17, 257, 130), (2, 1, 1), (7, 96, 2))
-"""(tokens, columns of x, rows of W): whole vectors, rests of every kind, and one number."""
+SIZES = (
+    (1, 1024, 512), (3, 100, 37), (8, 64, 96), (5, 33, 6), (17, 257, 130), (2, 1, 1), (7, 96, 2),
+    (4, 2048, 25), (12, 2081, 51),
+)  # fmt: skip
+"""(tokens, columns of x, rows of W): whole vectors, rests of every kind, one number, and columns in several parts."""
 EPS = 1e-6
 reference = Operations()
 Result = tuple[Tensor, ...]
@@ -162,7 +165,7 @@ def test_extreme_gates_are_finite(native: cpu.Native, dtype: torch.dtype) -> Non
 def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
     isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, k, n = 11, 1024, 4 * 300
+    tokens, k, n = 21, 1100, 4 * 300
     x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
     norm = numbers(k, dtype=dtype, seed=2)
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
@@ -170,7 +173,7 @@ def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
     alone = [one.norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
     for threads in ("1", "2", "3"):
         monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
-        for count in (2, 3, 4, 7, 11):
+        for count in (2, 3, 4, 7, 12, 21):
             together = cpu.Native().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
             assert torch.equal(together, torch.cat(alone[:count]))
 
