@@ -29,7 +29,7 @@ constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // so that q, o and scores 
 constexpr int64_t UNITS_PER_THREAD = 4,
                   LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
 constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
-constexpr int64_t RUNS_OF_ROWS = 8;  // of a linear operation, for each thread
+constexpr int64_t RUNS_OF_ROWS = 32;  // of a linear operation, for each thread: the last ones end together
 constexpr int64_t HEADS_PER_THREAD = 48;  // a head takes 0.2 us, to wake a team 3 us
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // less work than this is not worth another thread
 
