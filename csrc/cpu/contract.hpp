@@ -125,10 +125,8 @@ struct NormRotate {
 
 constexpr int64_t GROUP = 64;  // columns that share a scale; as in pagedkv/kernels/linear/matrix.py
 constexpr int64_t WHOLE = 64;  // elements of x are padded with zeros to a multiple of it
-constexpr int64_t LINEAR_ROWS = 24;  // of a matrix, whose products with all tokens are made at a time
-
-// Floats of a thread's scratch for these products, three times, with room for whole vectors.
-inline int64_t numbers_of_rows(int64_t T) { return (3 * (T * LINEAR_ROWS + MAX_LANES) + 15) / 16 * 16; }
+constexpr int64_t LINEAR_ROWS = 24;  // no walk makes the products of more rows of W at a time
+constexpr int64_t ROW_ROOM = 32;  // these products have room for ROW_ROOM (T + 1) floats, so for whole vectors
 
 struct Isa {
     const char* name;

@@ -222,12 +222,13 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
     int64_t rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
     int64_t streamed = rows * l.K * bits_of(l.weight_type) / 8;
     threads = static_cast<int>(std::clamp<int64_t>(streamed / BYTES_PER_THREAD, 1, threads));
-    int64_t sums = round_up(l.T, 8) * LINEAR_ROWS * MAX_LANES, tail = std::max(3 * l.K, numbers_of_rows(l.T) + sums);
+    int64_t sums = round_up(l.T, 8) * LINEAR_ROWS * MAX_LANES;
+    int64_t tail = std::max(3 * l.K, 3 * ROW_ROOM * (l.T + 1) + sums);
     int64_t bytes = round_up(4 * (l.T * round_up(l.K, WHOLE) + tail), 4096) + 256;
     char* memory = scratches.of(bytes * threads);
-    // A thread reads its range of rows, run by run, so that a stream of memory goes on; then it helps with other ranges.
-    int64_t some = std::max<int64_t>(l.N / (RUNS_OF_ROWS * threads), 1);
-    int64_t run = round_up(some, some < LINEAR_ROWS ? MAX_LANES : LINEAR_ROWS);
+    // A thread reads its range of rows, run by run, so that a stream of memory goes on; then it helps with others.
+    int64_t unit = l.N < 4 * LINEAR_ROWS * threads ? MAX_LANES : LINEAR_ROWS;
+    int64_t run = round_up(std::max<int64_t>(l.N / (RUNS_OF_ROWS * threads), 1), unit);
     int64_t range = round_up((l.N + threads - 1) / threads, run);
     std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(threads));
     run_team(threads, [&](int thread) {

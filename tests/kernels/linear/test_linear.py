@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (
     (1, 1024, 512), (3, 100, 37), (8, 64, 96), (5, 33, 6), (17, 257, 130), (2, 1, 1), (7, 96, 2),
-    (4, 2048, 25), (12, 2081, 51),
+    (4, 2048, 50), (12, 2081, 52),
 )  # fmt: skip
-"""(tokens, columns of x, rows of W): whole vectors, rests of every kind, one number, and columns in several parts."""
+"""(tokens, columns of x, rows of W): whole vectors, rests of every kind, one number, and several blocks of columns."""
 EPS = 1e-6
 reference = Operations()
 Result = tuple[Tensor, ...]
@@ -176,6 +176,21 @@ def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
         for count in (2, 3, 4, 7, 12, 21):
             together = cpu.Native().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
             assert torch.equal(together, torch.cat(alone[:count]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "k", "n"), [(3, 16_384, 16), (1, 64, 3000), (8, 256, 1999)])
+def test_each_row_is_computed_by_any_number_of_threads(
+    isa: str, dtype: torch.dtype, tokens: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
+    results = []
+    for threads in ("1", "2", "5", "16"):  # for some of them no row is left
+        monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
+        results.append(torch.full((tokens, n), float("nan"), dtype=dtype))
+        cpu.Native().norm_linear(x, None, weights, None, EPS, results[-1])
+    assert results[0].isfinite().all()
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def among_poison(x: Tensor) -> Tensor:
