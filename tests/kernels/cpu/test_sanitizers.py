@@ -48,7 +48,7 @@ def recipe():
 def extension(tmp_path_factory):
     pybind11 = pytest.importorskip("pybind11")
     setup, folder = recipe(), tmp_path_factory.mktemp("sanitized")
-    include = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+    include = ["-Icsrc/cpu", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     plain = [flag for flag in setup.FLAGS if not flag.startswith(("-O", "-g"))]
 
     def compiled(source):
