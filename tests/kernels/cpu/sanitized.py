@@ -146,8 +146,8 @@ def grid() -> None:
         for dtype, dim in itertools.product(floats, (1, 70, 300)):
             merge(dtype, dim)
             count += 1
+        os.environ["PAGEDKV_NUM_THREADS"] = "3"
         for dtype, sizes in itertools.product(floats, ((1, 64, 32), (3, 100, 37), (9, 7, 5), (12, 2081, 51))):
-            os.environ["PAGEDKV_NUM_THREADS"] = "3"
             decode_operations(dtype, sizes)
             count += 1
         copy()
