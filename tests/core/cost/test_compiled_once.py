@@ -79,5 +79,5 @@ def test_other_processes_compile_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_warm_up_compiles_all_that_later_calls_need(tmp_path: Path) -> None:
-    assert "plan_step" in run(WARM, NUMBA_CACHE_DIR=str(tmp_path))
+    assert "truncate_space" in run(WARM, NUMBA_CACHE_DIR=str(tmp_path))  # a step is compiled by other processes
     assert run(WALKS, NUMBA_CACHE_DIR=str(tmp_path)) == "0"

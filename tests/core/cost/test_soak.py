@@ -68,6 +68,7 @@ def check_no_frame_lost(policy: str, world: str, steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.many_steps
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_a_million_operations_leave_memory_flat() -> None:
     walk = Walk(7, replace(WORLDS["groups"], num_frames=4096, max_spaces=64))

@@ -8,7 +8,7 @@ import pytest
 
 from pagedkv.core import policies
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.additional_config import linears_in, policy_in
+from pagedkv.integrations.vllm.additional_config import linears_in, policy_in, sleeps_in
 
 
 @pytest.mark.parametrize("name", policies.POLICIES)
@@ -29,9 +29,8 @@ def test_another_policy_is_refused_with_the_names_that_there_are(asked: object) 
 
 
 def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
-    with pytest.raises(
-        InvalidRequest, match="has 'pagedkv_polices'; pagedkv reads 'pagedkv_policy' and 'pagedkv_linears'"
-    ):
+    known = "'pagedkv_policy', 'pagedkv_linears', 'pagedkv_sleep'"
+    with pytest.raises(InvalidRequest, match=f"has 'pagedkv_polices'; pagedkv reads {known}: correct the name"):
         policy_in({"pagedkv_polices": "2q"})
 
 
@@ -39,6 +38,12 @@ def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
 def test_linear_layers_are_ours_unless_the_config_says_no(config: object) -> None:
     assert linears_in(config)
     assert not linears_in({"pagedkv_linears": False, "pagedkv_policy": "2q"})
+
+
+@pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, {"pagedkv_sleep": True}])
+def test_the_engine_may_sleep_unless_the_config_says_no(config: object) -> None:
+    assert sleeps_in(config)
+    assert not sleeps_in({"pagedkv_sleep": False, "pagedkv_linears": True})
 
 
 @pytest.mark.parametrize("asked", [0, 1, "false", None])

@@ -93,7 +93,7 @@ def test_other_layers_are_those_of_vllm(host: Host, case: str, monkeypatch: pyte
 
 def test_a_wrong_key_stops_the_engine(host: Host) -> None:
     host.config = SimpleNamespace(additional_config={"pagedkv_linear": False})
-    with pytest.raises(InvalidRequest, match="pagedkv reads 'pagedkv_policy' and 'pagedkv_linears'"):
+    with pytest.raises(InvalidRequest, match="pagedkv reads 'pagedkv_policy', 'pagedkv_linears', 'pagedkv_sleep'"):
         host.layer()
 
 

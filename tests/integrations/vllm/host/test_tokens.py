@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,22 @@ def test_two_workers_with_half_of_the_heads_each_give_the_tokens_of_vllm(folder:
     assert found["log"].count("Attention by pagedkv") == 2
     assert found["tokens"] == plain["tokens"]
     assert sum(found["hits"][1]) > 0
+
+
+def test_the_engine_sleeps_where_its_workers_have_all_cores(folder: Path) -> None:
+    """It takes less than a third of a core then. Else it takes all that others leave."""
+    job = {"prompts": prompts(4, 2000), "max_tokens": 64, "rounds": 2, "engine": True}
+    cores = sorted(os.sched_getaffinity(0))
+    all_cores = OURS | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    some_cores = OURS | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[1:]))}
+    run: dict[str, Any] = {"model": model_in(folder, "llama"), "job": job}
+    asleep = generate(environ=all_cores, **run)
+    others = [generate(environ=all_cores, additional_config={"pagedkv_sleep": False}, **run)]
+    others += [generate(environ=some_cores, **run)] if len(cores) > 1 else []
+    assert "The engine sleeps" in asleep["log"]
+    assert not any("The engine sleeps" in other["log"] for other in others)
+    assert all(other["tokens"] == asleep["tokens"] for other in others)
+    assert asleep["engine_s"][1] < 0.34 * asleep["seconds"][1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
