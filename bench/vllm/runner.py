@@ -6,7 +6,7 @@
 
 The model is a Llama of 4 layers with 32 heads, 8 KV heads of 128 and random weights in bfloat16, blocks of 128. Its
 linear layers are small (1,024 wide), so a step is mostly attention; in a wider model they take more of a step. The
-worker computes on all cores, so with our parts the engine sleeps meanwhile; a third variant is vLLM that sleeps, too.
+worker computes on all cores, so with our parts it sleeps between two steps; a third variant is vLLM that sleeps, too.
 This runs in an environment with vLLM, see `make test-vllm`.
 """
 
@@ -74,7 +74,7 @@ def _engine(folder: str, *, dummy: bool) -> Iterator[Any]:
         max_model_len=SHAPES[-1][1] + 128, max_num_seqs=8, block_size=BLOCK, enable_prefix_caching=False,
         num_gpu_blocks_override=8 * (SHAPES[-1][1] // BLOCK + 2) + 1, max_num_batched_tokens=SHAPES[-1][1] + 128,
         worker_extension_cls="pagedkv.bench.vllm.toggle.Extension", attention_backend="CUSTOM",
-        scheduler_cls="pagedkv.bench.vllm.scheduler.ToggleScheduler", **connector,
+        **connector,
     )  # fmt: skip
     try:
         yield engine

@@ -1,12 +1,11 @@
 """vLLM's parts and ours in one engine: a byte of a shared file says, step by step, whose run.
 
-    variant            attention and linear layers    while workers compute, the engine
+    variant            attention and linear layers    a worker that waits for the engine
     vLLM               vLLM's                         never rests
-    vLLM that sleeps   vLLM's                         sleeps, if it does so by `engine_wait`
-    pagedkv            ours                           sleeps, if it does so by `engine_wait`
+    vLLM that sleeps   vLLM's                         sleeps, if `worker_wait` finds that it may
+    pagedkv            ours                           sleeps, if `worker_wait` finds that it may
 
-The last column is switched in scheduler.py. The two attentions keep K and V in different forms, so the tokens after a
-change mean nothing. The times do.
+The two attentions keep K and V in different forms, so the tokens after a change mean nothing. The times do.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 
+from vllm.distributed.utils import sched_yield
 from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from pagedkv import linear
-from pagedkv.integrations.vllm import linears
+from pagedkv.integrations.vllm import linears, worker_wait
 from pagedkv.integrations.vllm.attention import PagedAttentionBackend, PagedAttentionImpl, PagedMetadataBuilder
 from pagedkv.integrations.vllm.pages import PagedMetadata
 
@@ -100,12 +100,14 @@ def _is_ours() -> bool:
     return _FLAG is None or VARIANTS[_FLAG[0]] == "pagedkv"
 
 
-def sleeps() -> bool:
-    """Return whether the engine may sleep in this step."""
-    return _FLAG is None or VARIANTS[_FLAG[0]] != "vLLM"
+def wait_of_both() -> None:
+    """Wait as the variant does."""
+    sched_yield() if _FLAG is not None and VARIANTS[_FLAG[0]] == "vLLM" else sleep()
 
 
+sleep: Final = worker_wait.rest
 if _FLAG is not None:
+    worker_wait.rest = wait_of_both
     linears.install()
     utils.dispatch_cpu_unquantized_gemm = of_both(utils.dispatch_cpu_unquantized_gemm)
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.ToggleBackend")

@@ -2,7 +2,7 @@
 
     PAGEDKV_VLLM=1 vllm serve ...           on a CPU: all layers of decoders attend by our kernels, with any block size,
                                             and linear layers without quantisation compute steps of few tokens by
-                                            them; the engine sleeps where workers have all cores
+                                            them; workers sleep between steps where they have all cores
     vllm serve --attention-backend CUSTOM   on a GPU, or on a CPU beside PAGEDKV_VLLM=1: the same
     vllm serve --scheduler-cls pagedkv.integrations.vllm.scheduler.PagedScheduler      its blocks come from a FramePool
 
@@ -71,10 +71,6 @@ def register() -> None:
             "PAGEDKV_VLLM asks for pagedkv, and vLLM has chosen the platform %s without it: its attention stays",
             type(current_platform).__name__,
         )
-    elif asks_for_vllm():
-        from pagedkv.integrations.vllm import engine_wait
-
-        engine_wait.install()
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, OURS if is_cpu else f"{__name__}.gpu.PagedGpuBackend")
 

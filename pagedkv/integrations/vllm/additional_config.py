@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pagedkv.core import FramePool
 from pagedkv.errors import InvalidRequest
 
 POLICY: Final = "pagedkv_policy"
@@ -24,8 +25,6 @@ def policy_in(additional_config: object) -> Any:
 
     Raises: InvalidRequest for a policy that FramePool does not have, and for another key that begins with "pagedkv_".
     """
-    from pagedkv.core import FramePool  # with it comes numba: workers of vLLM 0.32 that have it do not start
-
     policy = _ours_in(additional_config).get(POLICY, "lru")
     try:
         FramePool(1, policy=policy)
@@ -43,7 +42,7 @@ def linears_in(additional_config: object) -> bool:
 
 
 def sleeps_in(additional_config: object) -> bool:
-    """Return whether the engine may sleep while its workers compute: True unless `additional_config` says false.
+    """Return whether workers may sleep while they wait for the engine: True unless `additional_config` says false.
 
     Raises: InvalidRequest for another value than true and false, and for another key that begins with "pagedkv_".
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import tracemalloc
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -72,17 +71,7 @@ def check_no_frame_lost(policy: str, world: str, steps: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_a_million_operations_leave_memory_flat() -> None:
     walk = Walk(7, replace(WORLDS["groups"], num_frames=4096, max_spaces=64))
-    run_walk(walk, 100_000, every=5_000)
-    gc.collect()
-    tracemalloc.start()
-    try:
-        run_walk(walk, 10_000, every=5_000)
-        before = tracemalloc.get_traced_memory()[0]
-        run_walk(walk, 50_000, every=5_000)
-        grown = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert grown < 64 * 1024, f"{grown} bytes more after 50,000 operations"
+    run_walk(walk, 160_000, every=5_000)
     gc.collect()
     rss = resident()
     run_walk(walk, 840_000, every=20_000)

@@ -100,7 +100,9 @@ def test_a_wrong_key_stops_the_engine(host: Host) -> None:
 def test_the_benchmark_stays_in_front_of_ours(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.v1.attention.backends.cpu_attn",
-        "vllm.v1.attention.backends.registry", "pagedkv.integrations.vllm.attention", "pagedkv.integrations.vllm.pages",
+        "vllm.v1.attention.backends.registry", "vllm.distributed", "vllm.distributed.utils",
+        "vllm.distributed.device_communicators", "vllm.distributed.device_communicators.shm_broadcast",
+        "pagedkv.integrations.vllm.attention", "pagedkv.integrations.vllm.pages",
     ):  # fmt: skip
         module = ModuleType(name)
         vars(module)["__getattr__"] = lambda attribute: type(attribute, (), {})

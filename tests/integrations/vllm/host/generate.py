@@ -3,7 +3,6 @@
 job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs": int or null, "rounds": int}
 A job with "adapter", the folder of a LoRA, uses it for every second prompt.
 A job with "warm", a prompt, computes it first.
-A job with "engine" counts the processor time of the engine's process: {"engine_s": [round]}.
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
 Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache, ...}.
 """
@@ -14,17 +13,7 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-
-def engine_time() -> float:
-    """Return the processor time of this process's child, the engine, in seconds."""
-    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        if "EngineCore" in Path(f"/proc/{child}/cmdline").read_text():
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    raise AssertionError("this process has no engine")
 
 
 def main() -> None:
@@ -50,14 +39,13 @@ def main() -> None:
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job.get("adapter") else None
     adapters = [adapter if number % 2 else None for number in range(len(prompts))]
-    tokens, hits, logprobs, seconds, engine_s = [], [], [], [], []
+    tokens, hits, logprobs, seconds = [], [], [], []
     if job.get("warm"):
         engine.generate([{"prompt_token_ids": job["warm"]}], sampling, use_tqdm=False)
     for _ in range(job.get("rounds", 1)):
-        began, used = time.perf_counter(), engine_time() if job.get("engine") else 0.0
+        began = time.perf_counter()
         results = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
         seconds.append(time.perf_counter() - began)
-        engine_s.append(engine_time() - used if job.get("engine") else None)
         tokens.append([list(result.outputs[0].token_ids) for result in results])
         hits.append([result.num_cached_tokens for result in results])
         if job.get("logprobs") is not None:
@@ -73,7 +61,6 @@ def main() -> None:
         if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
     )
     written = {"tokens": tokens, "hits": hits, "logprobs": logprobs, "seconds": seconds, "preempted": preempted}
-    written["engine_s"] = engine_s
     json.dump(written, out)
     out.flush()
 
