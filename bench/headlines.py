@@ -187,7 +187,7 @@ def _vllm(rows: list[Row]) -> Headline | None:
         return None
     times = tuple(f"{row['variant']} {figure(row['median'])} ms a step" for row in found)
     shape = f"{ours['batch']} × {ours['context']:,} tokens"
-    question = f"How many times as fast does vLLM decode on a CPU with our attention and linear layers ({shape})?"
+    question = f"How many times as fast does vLLM decode on a CPU with our parts ({shape})?"
     steps = {"pagedkv": ours["median"]} | {row["variant"]: row["median"] for row in found}
     drawn = _bars(f"A step of vLLM on a CPU, {shape}: less is better", steps, lambda value: f"{figure(value)} ms")
     return Headline("vllm", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn, tuple(found))

@@ -76,9 +76,9 @@ ABOUT: Final = {
     ),
     "vllm": About(
         "Inside vLLM",
-        "A decode step and a first token of vLLM on a CPU, with its own attention and with ours.",
-        "Users of vLLM on CPUs: PAGEDKV_VLLM=1 is the only thing that differs.",
-        "One engine serves both; a switch in shared memory selects the attention, turn by turn.",
+        "A decode step and a first token of vLLM on a CPU, as it is and with our parts.",
+        "Users of vLLM on CPUs: PAGEDKV_VLLM=1 is the only thing that differs. All cores compute.",
+        "One engine serves all variants; a switch in shared memory selects the parts, turn by turn.",
         "The model has small linear layers, so a step is mostly attention. In a wider model they take more of it.",
         "start/vllm",
     ),

@@ -1,1 +1,1 @@
-"""Speed of attention inside of vLLM on a CPU: its own kernels and ours, in turn in one engine."""
+"""Speed of vLLM on a CPU: its own parts and ours, in turn in one engine."""

@@ -51,7 +51,7 @@ def measure(shapes: tuple[tuple[int, int], ...], turns: int, report: Callable[[R
             PAGEDKV_VLLM="1", PAGEDKV_BENCH_TOGGLE=str(path), VLLM_LOGGING_LEVEL="WARNING", VLLM_NO_USAGE_STATS="1"
         )
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
         from pagedkv.bench.vllm.toggle import flag
 
         chosen = flag(path)
@@ -95,11 +95,12 @@ def _prompts(batch: int, context: int, turn: int) -> list[list[int]]:
     return [[3 + (turn * 31 + row * 7 + at) % 1000 for at in range(context)] for row in range(batch)]
 
 
-def _in_turns(chosen: mmap.mmap, turns: int, run: Callable[[int], float]) -> dict[str, Timing]:
+def _in_turns(engine: Any, chosen: mmap.mmap, turns: int, run: Callable[[int], float]) -> dict[str, Timing]:
     """Return the timings of all variants; their order is drawn anew in each turn. The first turn does not count."""
     from pagedkv.bench.vllm.toggle import VARIANTS
 
-    measured = Turns(VARIANTS, turns, "vllm")
+    is_asleep = all(engine.collective_rpc("may_sleep"))
+    measured = Turns([name for name in VARIANTS if is_asleep or "sleeps" not in name], turns, "vllm")
     for turn, order in enumerate(measured):
         for name in order:
             chosen[0] = VARIANTS.index(name)
@@ -117,11 +118,11 @@ def _report_decode(
         prompts = _prompts(batch, context - LONG, turn)
         return (_seconds(engine, prompts, LONG) - _seconds(engine, prompts, SHORT)) / (LONG - SHORT) * 1e3
 
-    _report("decode", shape, "ms a step", _in_turns(chosen, turns, step), report, MUSTS.get(shape))
+    _report("decode", shape, "ms a step", _in_turns(engine, chosen, turns, step), report, MUSTS.get(shape))
 
 
 def _report_prefill(engine: Any, chosen: mmap.mmap, context: int, turns: int, report: Callable[[Row], None]) -> None:
-    times = _in_turns(chosen, turns, lambda turn: _seconds(engine, _prompts(1, context, turn), 1))
+    times = _in_turns(engine, chosen, turns, lambda turn: _seconds(engine, _prompts(1, context, turn), 1))
     _report("prefill", (1, context), "s", times, report, 1.0)
 
 

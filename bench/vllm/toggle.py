@@ -1,9 +1,9 @@
-"""vLLM's parts and ours in one engine: a byte of a shared file says, step by step, whose run.
+"""vLLM's parts and ours in one engine: a byte of a shared file chooses the variant of each step.
 
     variant            attention and linear layers    a worker that waits for the engine
     vLLM               vLLM's                         never rests
-    vLLM that sleeps   vLLM's                         sleeps, if `worker_wait` finds that it may
-    pagedkv            ours                           sleeps, if `worker_wait` finds that it may
+    vLLM that sleeps   vLLM's                         sleeps; left out where `worker_wait` finds that it must not
+    pagedkv            ours                           sleeps, where it may
 
 The two attentions keep K and V in different forms, so the tokens after a change mean nothing. The times do.
 """
@@ -16,6 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.utils import sched_yield
 from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
@@ -32,7 +33,11 @@ VARIANTS: Final = ("vLLM", "vLLM that sleeps", "pagedkv")
 
 
 class Extension:
-    """An empty extension of vLLM's worker. The worker imports this file for it, and so our backend becomes CUSTOM."""
+    """An extension of vLLM's worker. The worker imports this file for it, and so our backend becomes CUSTOM."""
+
+    def may_sleep(self) -> bool:
+        """Return whether this worker sleeps while it waits, in the variants that do."""
+        return shm_broadcast.sched_yield is wait_of_both
 
 
 class ToggleBuilder(CPUAttentionMetadataBuilder):
@@ -102,7 +107,10 @@ def _is_ours() -> bool:
 
 def wait_of_both() -> None:
     """Wait as the variant does."""
-    sched_yield() if _FLAG is not None and VARIANTS[_FLAG[0]] == "vLLM" else sleep()
+    if _FLAG is not None and VARIANTS[_FLAG[0]] == "vLLM":
+        sched_yield()
+    else:
+        sleep()
 
 
 sleep: Final = worker_wait.rest

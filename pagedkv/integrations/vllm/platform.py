@@ -1,4 +1,4 @@
-"""The CPU platform of vLLM with our attention and linear layers: chosen by PAGEDKV_VLLM=1."""
+"""The CPU platform of vLLM with our parts: chosen by PAGEDKV_VLLM=1."""
 
 from __future__ import annotations
 

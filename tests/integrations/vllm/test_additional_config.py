@@ -41,7 +41,7 @@ def test_linear_layers_are_ours_unless_the_config_says_no(config: object) -> Non
 
 
 @pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, {"pagedkv_sleep": True}])
-def test_the_engine_may_sleep_unless_the_config_says_no(config: object) -> None:
+def test_workers_may_sleep_unless_the_config_says_no(config: object) -> None:
     assert sleeps_in(config)
     assert not sleeps_in({"pagedkv_sleep": False, "pagedkv_linears": True})
 
