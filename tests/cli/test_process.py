@@ -211,6 +211,29 @@ def test_ctrl_c_that_a_callback_of_c_code_drops_is_raised_again():
     assert (run.stdout, run.stderr) == ("unwound\n", "")
 
 
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_ctrl_c_in_an_import_that_c_code_began_ends_at_once(name):
+    """Code in C++ drops what an import of numpy raises, and then uses half of it."""
+    drops = f"""
+import os, signal, sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from pagedkv.cli.bench.commands import unwind_at_interrupt
+unwind_at_interrupt()
+sys.modules[{name!r}] = ModuleType({name!r})
+sys.modules[{name!r}].__spec__ = ModuleSpec({name!r}, None)
+for sys.modules[{name!r}].__spec__._initializing in (False, True):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("unwound", flush=True)
+        unwind_at_interrupt()
+print("went on")
+"""
+    run = subprocess.run([sys.executable, "-c", drops], capture_output=True, text=True, timeout=25)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "unwound\n", "")
+
+
 def test_ctrl_c_at_the_end_is_status_130_or_the_status_of_the_command():
     """The process ends without the teardown of Python, in which a signal would kill it or print a traceback."""
     for seconds in (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5):

@@ -43,7 +43,17 @@ def unwind_at_interrupt() -> None:
 
 def _unwind(*_: Any) -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if any(map(_is_half_imported, ("numpy", "torch"))):
+        os._exit(130)
     raise KeyboardInterrupt
+
+
+def _is_half_imported(name: str) -> bool:
+    """Return whether an import of a package is under way. A benchmark has begun nothing by then that must be unwound.
+
+    C++ code of torch imports numpy, drops what that raises, and goes on with half of it; or it ends the process.
+    """
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
 def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:

@@ -200,6 +200,7 @@ def with_two_gib() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.many_steps
 @pytest.mark.parametrize(
     "options",
     [
