@@ -73,8 +73,7 @@ def _engine(folder: str, *, dummy: bool) -> Iterator[Any]:
         model=folder, load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True,
         max_model_len=SHAPES[-1][1] + 128, max_num_seqs=8, block_size=BLOCK, enable_prefix_caching=False,
         num_gpu_blocks_override=8 * (SHAPES[-1][1] // BLOCK + 2) + 1, max_num_batched_tokens=SHAPES[-1][1] + 128,
-        worker_extension_cls="pagedkv.bench.vllm.toggle.Extension", attention_backend="CUSTOM",
-        **connector,
+        worker_extension_cls="pagedkv.bench.vllm.toggle.Extension", attention_backend="CUSTOM", **connector,
     )  # fmt: skip
     try:
         yield engine

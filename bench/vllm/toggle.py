@@ -101,13 +101,17 @@ def flag(path: Path) -> mmap.mmap:
 _FLAG = flag(Path(os.environ[FILE])) if FILE in os.environ else None
 
 
+def _variant() -> str:
+    return VARIANTS[-1 if _FLAG is None else _FLAG[0]]
+
+
 def _is_ours() -> bool:
-    return _FLAG is None or VARIANTS[_FLAG[0]] == "pagedkv"
+    return _variant() == "pagedkv"
 
 
 def wait_of_both() -> None:
     """Wait as the variant does."""
-    if _FLAG is not None and VARIANTS[_FLAG[0]] == "vLLM":
+    if _variant() == "vLLM":
         sched_yield()
     else:
         sleep()

@@ -18,7 +18,6 @@ reference to a list: a finaliser in Python would swallow an interrupt. The next 
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections import deque
@@ -140,7 +139,7 @@ class RecoveryMixin(ObservationMixin, Manager):
         frame = sys._getframe(1) if self._names_openers else None
         while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
             frame = frame.f_back
-        return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}" if frame else ""
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
     @exclusive
     def detach(self, space: AddressSpace) -> None:

@@ -33,23 +33,11 @@ def policy_in(additional_config: object) -> Any:
     return policy
 
 
-def linears_in(additional_config: object) -> bool:
-    """Return whether linear layers are ours: True unless `additional_config` says false.
+def switch_in(additional_config: object, key: str) -> bool:
+    """Return whether LINEARS are ours, or workers SLEEP while they wait: True unless `additional_config` says false.
 
     Raises: InvalidRequest for another value than true and false, and for another key that begins with "pagedkv_".
     """
-    return _switch_in(additional_config, LINEARS)
-
-
-def sleeps_in(additional_config: object) -> bool:
-    """Return whether workers may sleep while they wait for the engine: True unless `additional_config` says false.
-
-    Raises: InvalidRequest for another value than true and false, and for another key that begins with "pagedkv_".
-    """
-    return _switch_in(additional_config, SLEEP)
-
-
-def _switch_in(additional_config: object, key: str) -> bool:
     asked = _ours_in(additional_config).get(key, True)
     if not isinstance(asked, bool):
         raise InvalidRequest(f"{key!r} of additional_config is {asked!r}; give true or false")

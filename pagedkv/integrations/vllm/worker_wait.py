@@ -25,7 +25,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.logger import init_logger
 from vllm.utils.cpu_resource_utils import parse_id_list
 
-from pagedkv.integrations.vllm.additional_config import sleeps_in
+from pagedkv.integrations.vllm.additional_config import SLEEP, switch_in
 
 _LOGGER: Final = init_logger("vllm.pagedkv")
 REST: Final = 5e-5  # seconds; a step takes milliseconds, and a worker waits two or three times in it
@@ -40,7 +40,7 @@ def install() -> None:
     if config is None or getattr(shm_broadcast, "sched_yield", rest) is rest:
         return
     parallel = config.parallel_config
-    if not sleeps_in(config.additional_config) or parallel.distributed_executor_backend != "mp":
+    if not switch_in(config.additional_config, SLEEP) or parallel.distributed_executor_backend != "mp":
         return
     if have_all_cores(parallel.local_world_size):
         _LOGGER.info("This worker sleeps while it waits for the engine: workers have all cores, by pagedkv")
@@ -57,11 +57,14 @@ def have_all_cores(num_workers: int) -> bool:
 
     This worker's threads are bound when vLLM asks, so its own cores tell nothing. False if nothing is known.
     """
+    engine = os.getppid()
+    if engine == 0:  # it is in another namespace, and 0 would be this worker
+        return False
     try:
-        engine = os.sched_getaffinity(os.getppid() if os.getppid() > 1 else -1)
-    except (AttributeError, OSError):  # not on Linux; an engine that has ended
+        cores = os.sched_getaffinity(engine)
+    except (AttributeError, OSError):  # not on Linux; the engine has ended
         return False
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if bound in ("auto", "nobind"):
-        return torch.get_num_threads() * num_workers >= len(engine)
-    return engine <= {core for of_worker in bound.split("|") for core in parse_id_list(of_worker)}
+        return torch.get_num_threads() * num_workers >= len(cores)
+    return cores <= {core for of_worker in bound.split("|") for core in parse_id_list(of_worker)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -156,11 +157,23 @@ def test_a_bar_is_drawn_on_a_terminal_only_between_steps(monkeypatch, capsys):
     assert not progress._shown
 
 
-def child(*options: str, **more: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([*BENCH, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+@pytest.fixture
+def child():
+    """Return a function that starts a benchmark. A benchmark that outlives the test is killed."""
+    with contextlib.ExitStack() as running:
+
+        def start(*options: str, **more: object) -> subprocess.Popen[str]:
+            run = subprocess.Popen(
+                [*BENCH, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more
+            )
+            running.enter_context(run)
+            running.callback(run.kill)
+            return run
+
+        yield start
 
 
-def test_ctrl_c_leaves_whole_rows_and_status_130(tmp_path):
+def test_ctrl_c_leaves_whole_rows_and_status_130(child, tmp_path):
     """The first group of cells is measured, then one of the long groups behind it is interrupted."""
     kept, contexts = tmp_path / "rows.jsonl", [64, *range(100000, 100006)]
     options = [word for context in contexts[1:] for word in ("--context", str(context))]
@@ -181,7 +194,7 @@ def test_ctrl_c_leaves_whole_rows_and_status_130(tmp_path):
 @pytest.mark.parametrize(
     "name", ["manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers", "all"]
 )
-def test_ctrl_c_ends_every_benchmark_with_status_130_and_whole_rows(name, tmp_path):
+def test_ctrl_c_ends_every_benchmark_with_status_130_and_whole_rows(child, name, tmp_path):
     """A few seconds are enough to import torch; no benchmark ends so soon."""
     if why := run.why_not(name, is_quick=False):
         pytest.skip(why)
@@ -210,13 +223,13 @@ def with_two_gib() -> None:
     ],
     ids=lambda options: options[0],
 )
-def test_every_benchmark_runs_in_two_gib(options, tmp_path):
+def test_every_benchmark_runs_in_two_gib(child, options, tmp_path):
     run = child(*options, "--record", str(tmp_path / "rows"), cwd="/proc", preexec_fn=with_two_gib)
     _, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
 
 
-def test_two_gib_and_a_working_directory_that_cannot_be_written_to_are_enough(tmp_path):
+def test_two_gib_and_a_working_directory_that_cannot_be_written_to_are_enough(child, tmp_path):
     options = (*SMALL, "--repetitions", "1", "--json", "--record", str(tmp_path / "rows"))
     run = child(*options, cwd="/proc", preexec_fn=with_two_gib)
     out, err = run.communicate(timeout=120)

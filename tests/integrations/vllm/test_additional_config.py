@@ -8,7 +8,7 @@ import pytest
 
 from pagedkv.core import policies
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.additional_config import linears_in, policy_in, sleeps_in
+from pagedkv.integrations.vllm.additional_config import LINEARS, SLEEP, policy_in, switch_in
 
 
 @pytest.mark.parametrize("name", policies.POLICIES)
@@ -34,20 +34,19 @@ def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
         policy_in({"pagedkv_polices": "2q"})
 
 
-@pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, {"pagedkv_linears": True}])
-def test_linear_layers_are_ours_unless_the_config_says_no(config: object) -> None:
-    assert linears_in(config)
-    assert not linears_in({"pagedkv_linears": False, "pagedkv_policy": "2q"})
+SWITCHES = pytest.mark.parametrize(("key", "other"), [(LINEARS, SLEEP), (SLEEP, LINEARS)])
 
 
-@pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, {"pagedkv_sleep": True}])
-def test_workers_may_sleep_unless_the_config_says_no(config: object) -> None:
-    assert sleeps_in(config)
-    assert not sleeps_in({"pagedkv_sleep": False, "pagedkv_linears": True})
+@SWITCHES
+def test_a_part_is_on_unless_the_config_says_no(key: str, other: str) -> None:
+    for config in (None, {}, object(), {"of_another_plug_in": 1}, {key: True}, {other: False}):
+        assert switch_in(config, key)
+    assert not switch_in({key: False, other: True, "pagedkv_policy": "2q"}, key)
 
 
+@SWITCHES
 @pytest.mark.parametrize("asked", [0, 1, "false", None])
-def test_linear_layers_are_asked_for_by_true_or_false(asked: object) -> None:
-    words = f"'pagedkv_linears' of additional_config is {asked!r}; give true or false"
+def test_a_part_is_asked_for_by_true_or_false(key: str, other: str, asked: object) -> None:
+    words = f"'{key}' of additional_config is {asked!r}; give true or false"
     with pytest.raises(InvalidRequest, match=re.escape(words)):
-        linears_in({"pagedkv_linears": asked})
+        switch_in({key: asked}, key)

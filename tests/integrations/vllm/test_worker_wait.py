@@ -108,6 +108,13 @@ def test_a_worker_whose_engine_is_gone_or_hidden_waits_as_before(
     assert host.waits_by() is yields
 
 
+def test_a_worker_whose_engine_is_in_another_namespace_waits_as_before(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    assert host.waits_by() is yields
+
+
 def test_a_rest_leaves_the_core_to_others(host: Host) -> None:
     began, used = time.perf_counter(), time.thread_time()
     for _ in range(100):
