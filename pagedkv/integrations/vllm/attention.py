@@ -6,10 +6,9 @@ the classes of vLLM: these files are subclasses of them.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -19,10 +18,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.backend import PagedBackend, PagedImpl
+from pagedkv.integrations.vllm.backend import PagedBackend, PagedImpl, say_attention
 from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata
-
-_LOGGER: Final = init_logger("vllm.pagedkv")
 
 
 class PagedAttentionBackend(PagedBackend, CPUAttentionBackend):
@@ -56,7 +53,7 @@ class PagedMetadataBuilder(CPUAttentionMetadataBuilder):
         self._is_ours = not isinstance(kv_cache_spec, CrossAttentionSpec | EncoderOnlyAttentionSpec)
         if self._is_ours:  # that of the CPU refuses shapes that its kernel does not serve
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
-            _LOGGER.info("Attention by pagedkv: %d layers, %s", len(layer_names), kv_cache_spec)
+            say_attention(layer_names, kv_cache_spec)
         else:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 

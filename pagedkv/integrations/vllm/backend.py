@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from pagedkv.integrations.vllm.pages import CACHE_DTYPES, Pages
+
+_LOGGER: Final = init_logger("vllm.pagedkv")
+
+
+def say_attention(layer_names: list[str], kv_cache_spec: Any) -> None:
+    """Log that these layers attend by our kernels. Builders of metadata call it, once for each KV cache group."""
+    _LOGGER.info("Attention by pagedkv: %d layers, %s", len(layer_names), kv_cache_spec)
 
 
 class PagedBackend:

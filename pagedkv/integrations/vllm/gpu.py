@@ -1,4 +1,4 @@
-"""Attention of vLLM on GPUs by our kernels, as the backend CUSTOM. It has run on tensors of a CPU alone, not on a GPU.
+"""Attention of vLLM on GPUs by our kernels, as the backend CUSTOM. It has run in engines on a CPU, never on a GPU.
 
 A decode step can be captured in a CUDA graph: all shapes of a launch follow from the sizes of tensors and from the
 bounds max_query_len and max_seq_len, which vLLM sets to its largest while it captures.
@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 )
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.backend import PagedBackend, PagedImpl
+from pagedkv.integrations.vllm.backend import PagedBackend, PagedImpl, say_attention
 from pagedkv.integrations.vllm.pages import PagedMetadata
 
 
@@ -63,6 +63,7 @@ class PagedGpuMetadataBuilder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        say_attention(layer_names, kv_cache_spec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

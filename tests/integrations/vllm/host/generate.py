@@ -3,6 +3,7 @@
 job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs": int or null, "rounds": int}
 A job with "adapter", the folder of a LoRA, uses it for every second prompt.
 A job with "warm", a prompt, computes it first.
+A job with "backend", the path of a class, gives it to vLLM as the backend CUSTOM.
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
 Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache, ...}.
 """
@@ -22,7 +23,10 @@ def main() -> None:
     job: dict[str, Any] = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    if job.get("backend"):
+        register_backend(AttentionBackendEnum.CUSTOM, job["backend"])
     engine = LLM(skip_tokenizer_init=not job.get("embed"), disable_log_stats=False, seed=0, **job["options"])
     if job.get("embed"):
         found = engine.embed([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)

@@ -1,7 +1,9 @@
-"""The classes for GPUs, over the classes of vLLM and on tensors of a CPU: what they store and attend to."""
+"""The classes for GPUs, over the classes of vLLM and on tensors of a CPU: what they store and attend to, in an engine
+and alone."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.vllm.gpu import PagedGpuBackend, PagedGpuImpl, PagedGpuMetadataBuilder
+from tests.integrations.vllm.host.engines import MODELS, generate, model_in, prompts
 
 LAYER: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
 
@@ -48,3 +51,21 @@ def test_the_backend_is_a_whole_one() -> None:
     assert PagedGpuBackend.get_impl_cls() is PagedGpuImpl
     with pytest.raises(InvalidRequest, match="type encoder"):
         PagedGpuImpl(4, 16, 0.25, attn_type="encoder")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_on_a_cpu_with_the_classes_for_gpus_give_the_tokens_of_vllm(name: str, tmp_path: Path) -> None:
+    model, job = model_in(tmp_path, name), {"prompts": prompts(12, 1500)}
+    plain = generate(model, job=job)
+    found = generate(
+        model,
+        environ={"PAGEDKV_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        job=job | {"backend": f"{PagedGpuBackend.__module__}.PagedGpuBackend"},
+        attention_backend="CUSTOM",
+        distributed_executor_backend="uni",
+        block_size=16,
+        num_gpu_blocks_override=3200,
+    )
+    assert "Attention by pagedkv" in found["log"]
+    assert found["tokens"] == plain["tokens"]
+    assert sum(map(sum, found["hits"])) >= sum(map(sum, plain["hits"])) > 0
