@@ -146,7 +146,9 @@ class Emulator:
         """Return the words that the launch of this kind before left; zeros if there was none, or it had fewer."""
         found = self.sets.get(kind)
         if found is None or found.numel() < words:
-            found = self.sets[kind] = torch.zeros(words, dtype=torch.int64)
+            memory = torch.zeros(words + attention.RECORD_WORDS, dtype=torch.int64)
+            first = -memory.data_ptr() // 8 % attention.RECORD_WORDS  # a record has an address that its size divides
+            found = self.sets[kind] = memory[first : first + words]
         self.memory.append(found)
         return found
 

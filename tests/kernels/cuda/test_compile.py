@@ -125,22 +125,23 @@ def local_memory(log: str) -> int:
     return max(found)
 
 
-SPILLS_OF_NVRTC_13_0 = {("bfloat16-bfloat16 256/256 rows>=1 scales=0", "sm_90", 2): 8}
-"""Bytes of local memory that kernels use if NVRTC 13.0 compiles them, which torch 2.13 brings."""
-
-
-def spills_of(wish: Wish, arch: str, page_runs: int) -> int:
-    """Return the bytes of local memory that a kernel may use."""
-    from cupy.cuda import nvrtc
-
-    return 0 if nvrtc.getVersion() >= (13, 1) else SPILLS_OF_NVRTC_13_0.get((label(wish), arch, page_runs), 0)
+SPILLS = {
+    "bfloat16-bfloat16 256/256 rows>=1 scales=0": 24,
+    "bfloat16-bfloat16 256/256 rows>=17 scales=0": 24,
+    "bfloat16-bfloat16 256/256 rows>=33 scales=0": 224,
+    "bfloat16-fp8_e4m3 256/256 rows>=33 scales=0": 260,
+    "float32-float32 128/128 rows>=1 scales=0": 32,
+    "float32-float32 128/128 rows>=33 scales=0": 124,
+}
+"""Bytes of local memory that kernels need whose results fill the registers: the most over all architectures and over
+NVRTC 13.0, 13.1 and 13.5, which differ. All other kernels need none."""
 
 
 @pytest.mark.parametrize(("wish", "arch", "page_runs"), JOBS, ids=label)
 def test_it_compiles_within_its_budget(wish: Wish, arch: str, page_runs: int) -> None:
     kernel = kernel_of(wish, arch, page_runs)
     _, log = compiled(kernel, arch)
-    assert local_memory(log) <= spills_of(wish, arch, page_runs), "local memory is used"
+    assert local_memory(log) <= SPILLS.get(label(wish), 0), "local memory is used"
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
     assert kernel.blocks * kernel.threads * -(-registers // 8) * 8 <= 1 << 16, (
         f"{registers} registers: {kernel.blocks} CTAs do not fit on an SM"
