@@ -273,16 +273,18 @@ def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, unifo
     weights = _weights(logits, largest, params)
     if params.min_p:
         weights = weights.where(weights >= params.min_p, 0.0)
-    num_blocks = -(-len(weights) // _BLOCK)
-    padded = torch.nn.functional.pad(weights, (0, num_blocks * _BLOCK - len(weights))).view(num_blocks, _BLOCK)
-    running = padded.sum(dim=1).cumsum(0, dtype=torch.float64)
+    width = math.gcd(len(weights), _BLOCK)
+    if width < _LEAST_BLOCK:
+        width, weights = _BLOCK, torch.nn.functional.pad(weights, (0, -len(weights) % _BLOCK))
+    blocks = weights.view(-1, width)
+    running = blocks.sum(dim=1).cumsum(0, dtype=torch.float64)
     target = uniform * float(running[-1])  # below the total even when rounded, see `_draw`
     block = int(torch.searchsorted(running, target, right=True))
     before = float(running[block - 1]) if block else 0.0
-    inside = padded[block].cumsum(0, dtype=torch.float64)
+    inside = blocks[block].cumsum(0, dtype=torch.float64)
     at = int(torch.searchsorted(inside, target - before, right=True))
     # Rounded sums may leave the target behind the block's last token.
-    token = block * _BLOCK + min(at, int(padded[block].nonzero()[-1]))
+    token = block * width + min(at, int(blocks[block].nonzero()[-1]))
     return token, None if params.min_p else float(running[-1])
 
 
