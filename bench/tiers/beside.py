@@ -4,7 +4,7 @@ A transfer reads and writes each byte once, and a step loses that memory traffic
 measured in the same turns. The promise is about the rest: with a limit of 2 GB/s a step is slower by `taken` and 5 per
 cent at most. Without a limit the cost is reported. Switches to the tier's own thread are part of that cost, so that
 only the steps alone are checked for switches. The tier has written all of its memory before: memory that is written for
-the first time is cleared by Linux, which costs the steps up to 5 per cent more.
+the first time is cleared by Linux, and the steps would pay for that, too.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def _transfers(variant: str) -> Iterator[Any]:
 
     try:
         while tier.stats().stored_bytes < SLOTS * FRAME:
+            assert thread.is_alive(), "the tier did not store all pages; its thread has printed why"
             time.sleep(PAUSE)
         yield moved
     finally:

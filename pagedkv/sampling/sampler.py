@@ -44,8 +44,9 @@ _HOTTEST: Final = 1e30
 """Above this temperature all tokens are equally likely, and float32 would divide -inf by inf."""
 
 _BLOCK: Final = 1024
-"""Tokens of a block whose weights are summed first, and whose maximum is taken first if that pays."""
+"""The most tokens of a block. Its weights are summed first, and its maximum is taken first if that pays."""
 _LEAST_BLOCK: Final = 16
+"""The fewest tokens of a block: a vocabulary that is cut into smaller ones is padded, or has none."""
 _LEAST_IN_BLOCKS: Final = 1 << 21
 """Logits below which one thread of numpy finds the maxima sooner than torch's threads, block by block."""
 

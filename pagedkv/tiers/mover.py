@@ -10,7 +10,6 @@ interrupt comes between them, the next call of any method wakes a thread.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -112,7 +111,6 @@ class Mover:
         self._other.clear()
 
     def _work(self) -> None:
-        _give_way()
         while (task := self._take()) or not self._is_closed:
             if task is None:
                 self._wakes.get()
@@ -152,14 +150,3 @@ class Mover:
                     self._free_at -= seconds
                 return
             time.sleep(min(delay, PAUSE))
-
-
-def _give_way() -> None:
-    """Let this thread interrupt no other one when it wakes: all threads of a step wait for one that is interrupted.
-
-    Linux calls this SCHED_BATCH. A thread whose policy is not the usual one keeps it.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # a sandbox may forbid it
-            if os.sched_getscheduler(0) == os.SCHED_OTHER:
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -64,7 +64,6 @@ def _pytest(name: str, seconds: float, *files: str, only: str = "", apart: bool 
 CUDA, TRITON = ("gpu", "cupy"), ("gpu", "triton")
 ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
 USERS = "tests/on_gpu"
-VLLM = "tests/integrations/vllm/host/test_on_gpu.py"
 BIG, CONFORMANCE = "tests/kernels/large/test_big_shapes.py", "tests/kernels/test_conformance.py"
 LIBRARY = "tests/kernels/library"
 VALUES = tuple(f"tests/kernels/{folder}" for folder in ("gather", "hostile", "latents", "masks"))
@@ -89,7 +88,6 @@ LATER: Final = (
     Stage("cases-cuda", _cases("cuda", "small"), 240, needs=CUDA),
     _pytest("moves", 180, ON_GPU, only="on_the_gpu"),
     _pytest("users", 240, USERS, apart=True)._replace(needs=("gpu", "pytest", "transformers", "tokenizers")),
-    _pytest("vllm", 480, VLLM, apart=True)._replace(needs=("gpu", "pytest", "vllm")),
     _pytest("graphs", 360, ON_GPU, GRAPHS, only="not on_the_gpu"),
     _pytest("big", 300, BIG),
     _pytest("library", 400, LIBRARY, apart=True),

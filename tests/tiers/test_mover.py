@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 
@@ -39,16 +38,6 @@ def test_loads_run_before_stores_and_pages_are_counted_until_they_end() -> None:
     assert mover.drain(20)
     assert (ran, mover.num_pages) == ([1, 8, 16, 2, 4], 0)
     assert mover.close(20)
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
-def test_its_threads_interrupt_no_other_thread_when_they_wake() -> None:
-    policies: list[int] = []
-    mover = Mover("policy", 2)
-    mover.put(Task(lambda: policies.append(os.sched_getscheduler(0)), 1, 1, False, lambda: False))
-    assert mover.close(10.0)
-    assert policies == [os.SCHED_BATCH]
-    assert os.sched_getscheduler(0) != os.SCHED_BATCH
 
 
 def test_a_task_that_is_cancelled_keeps_its_owner_waiting_for_no_other() -> None:

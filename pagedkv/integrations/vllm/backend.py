@@ -14,7 +14,7 @@ _LOGGER: Final = init_logger("vllm.pagedkv")
 
 
 def say_attention(layer_names: list[str], kv_cache_spec: Any) -> None:
-    """Log that these layers attend by our kernels. Builders of metadata call it, once for each KV cache group."""
+    """Log that these layers attend by our kernels. Each builder of metadata calls it once."""
     _LOGGER.info("Attention by pagedkv: %d layers, %s", len(layer_names), kv_cache_spec)
 
 

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pagedkv.kernels.cuda import attention, moves
@@ -146,9 +147,9 @@ class Emulator:
         """Return the words that the launch of this kind before left; zeros if there was none, or it had fewer."""
         found = self.sets.get(kind)
         if found is None or found.numel() < words:
-            memory = torch.zeros(words + attention.RECORD_WORDS, dtype=torch.int64)
-            first = -memory.data_ptr() // 8 % attention.RECORD_WORDS  # a record has an address that its size divides
-            found = self.sets[kind] = memory[first : first + words]
+            memory = np.zeros(words + attention.RECORD_WORDS, np.int64)
+            first = -memory.ctypes.data // 8 % attention.RECORD_WORDS  # its size divides the address of a record
+            found = self.sets[kind] = torch.from_numpy(memory[first : first + words])  # no word more is allowed
         self.memory.append(found)
         return found
 

@@ -64,7 +64,16 @@ def main() -> None:
         for metric in engine.get_metrics()
         if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
     )
-    written = {"tokens": tokens, "hits": hits, "logprobs": logprobs, "seconds": seconds, "preempted": preempted}
+    custom = AttentionBackendEnum.CUSTOM
+    backend = custom.get_path() if custom.is_overridden() else None
+    written = {
+        "backend": backend,
+        "tokens": tokens,
+        "hits": hits,
+        "logprobs": logprobs,
+        "seconds": seconds,
+        "preempted": preempted,
+    }
     json.dump(written, out)
     out.flush()
 

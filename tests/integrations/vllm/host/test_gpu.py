@@ -67,5 +67,6 @@ def test_engines_on_a_cpu_with_the_classes_for_gpus_give_the_tokens_of_vllm(name
         num_gpu_blocks_override=3200,
     )
     assert "Attention by pagedkv" in found["log"]
+    assert found["backend"] == f"{PagedGpuBackend.__module__}.PagedGpuBackend"
     assert found["tokens"] == plain["tokens"]
     assert sum(map(sum, found["hits"])) >= sum(map(sum, plain["hits"])) > 0
