@@ -126,17 +126,34 @@ def local_memory(log: str) -> int:
 
 
 SPILLS = {
-    "bfloat16-bfloat16 256/256 rows>=1 scales=0": {"sm_90": 8, "sm_100": 24, "sm_120": 24},
-    "bfloat16-bfloat16 256/256 rows>=17 scales=0": {"sm_100": 24, "sm_120": 24},
-    "bfloat16-bfloat16 256/256 rows>=33 scales=0": {"sm_80": 28, "sm_86": 224, "sm_89": 224, "sm_90": 8, "sm_100": 24},
-    "bfloat16-fp8_e4m3 256/256 rows>=33 scales=0": {"sm_80": 8, "sm_86": 260, "sm_89": 260, "sm_90": 24},
-    "float32-float32 128/128 rows>=1 scales=0": {"sm_100": 32, "sm_120": 28},
+    "bfloat16-bfloat16 256/256 rows>=1 scales=0": {("sm_100", 0): 24, ("sm_100", 2): 24, ("sm_120", 0): 24},
+    "bfloat16-bfloat16 256/256 rows>=17 scales=0": {("sm_100", 0): 24, ("sm_100", 2): 24, ("sm_120", 0): 24},
+    "bfloat16-bfloat16 256/256 rows>=33 scales=0": {
+        ("sm_80", 2): 28, ("sm_86", 0): 56, ("sm_86", 2): 224, ("sm_89", 0): 56, ("sm_89", 2): 224, ("sm_90", 2): 8,
+        ("sm_100", 2): 24,
+    },
+    "bfloat16-fp8_e4m3 256/256 rows>=33 scales=0": {
+        ("sm_80", 2): 8, ("sm_86", 2): 260, ("sm_89", 2): 260, ("sm_90", 2): 24,
+    },
+    "float32-float32 128/128 rows>=1 scales=0": {("sm_100", 0): 28, ("sm_100", 2): 32, ("sm_120", 0): 28},
     "float32-float32 128/128 rows>=33 scales=0": {
-        "sm_80": 32, "sm_86": 28, "sm_89": 28, "sm_90": 28, "sm_100": 44, "sm_120": 124,
+        ("sm_80", 2): 32, ("sm_86", 0): 28, ("sm_89", 0): 28, ("sm_90", 2): 28, ("sm_100", 0): 44, ("sm_100", 2): 28,
+        ("sm_120", 0): 24, ("sm_120", 2): 124,
     },
 }  # fmt: skip
-"""Bytes of local memory that kernels need whose results fill the registers: the most with NVRTC 13.0, 13.1 and 13.5,
-which differ. All other kernels need none."""
+"""Bytes of local memory that kernels need whose results fill the registers, by architecture and runs of pages: the most
+with NVRTC 13.0, 13.1 and 13.5, which differ. All other kernels need none."""
+
+SPILLS_OF_NVRTC_13_0 = {("bfloat16-bfloat16 256/256 rows>=1 scales=0", "sm_90", 2): 8}
+"""The same of kernels that spill if NVRTC 13.0 compiles them, which torch 2.13 brings, and with no later one."""
+
+
+def spills_of(wish: Wish, arch: str, page_runs: int) -> int:
+    """Return the bytes of local memory that a kernel may use."""
+    from cupy.cuda import nvrtc
+
+    of_13_0 = SPILLS_OF_NVRTC_13_0 if nvrtc.getVersion() < (13, 1) else {}
+    return of_13_0.get((label(wish), arch, page_runs), SPILLS.get(label(wish), {}).get((arch, page_runs), 0))
 
 
 def test_each_kernel_that_may_spill_is_compiled() -> None:
@@ -147,7 +164,7 @@ def test_each_kernel_that_may_spill_is_compiled() -> None:
 def test_it_compiles_within_its_budget(wish: Wish, arch: str, page_runs: int) -> None:
     kernel = kernel_of(wish, arch, page_runs)
     _, log = compiled(kernel, arch)
-    assert local_memory(log) <= SPILLS.get(label(wish), {}).get(arch, 0), "local memory is used"
+    assert local_memory(log) <= spills_of(wish, arch, page_runs), "local memory is used"
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
     assert kernel.blocks * kernel.threads * -(-registers // 8) * 8 <= 1 << 16, (
         f"{registers} registers: {kernel.blocks} CTAs do not fit on an SM"
