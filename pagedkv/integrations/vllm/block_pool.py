@@ -2,6 +2,9 @@
 
 hashes, lookups, events, references of blocks       those of vLLM's BlockPool
 order of free blocks, eviction, its policy          FramePool
+
+`get_new_blocks` and `_remove_cached_block_hashes` do what vLLM's do, in fewer calls for each block: a prompt of 8,000
+tokens takes 500 blocks of 16.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from pagedkv.core import FramePool
 from pagedkv.integrations.vllm.frame_queue import FrameQueue
@@ -31,6 +34,35 @@ class PagedBlockPool(BlockPool):
         self.free_block_queue: Any = FrameQueue(self.blocks, self.frames)
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take free blocks, each with one reference; those with hashes are evicted. Raises: ValueError if few are free.
+
+        vLLM asks each block whether it must be evicted. Here a block without a hash, which holds nothing, is not asked.
+        """
+        blocks: list[KVCacheBlock]
+        if self._reuse_watchers or self.metrics_collector:
+            blocks = super().get_new_blocks(num_blocks)
+            return blocks
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        for block in blocks:
+            if block.block_hash is not None:
+                removed = self._remove_cached_block_hashes(block)
+                if self.enable_kv_cache_events:
+                    self._emit_block_removed_events(removed)
+            block.ref_cnt += 1
+        return blocks
+
+    def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
+        """Take the hashes of `block` away. Return those that found it."""
+        removed: list[BlockHashWithGroupId]
+        only = block.block_hash
+        if only is None or block.block_id in self.cached_block_hashes_by_block:
+            removed = super()._remove_cached_block_hashes(block)
+            return removed
+        block.reset_hash()
+        is_removed = self.cached_block_hash_to_block.pop(only, block.block_id) is not None
+        return [only] if is_removed else []
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add a reference to each of `blocks`, which a request has found. Free ones leave the list."""

@@ -94,15 +94,23 @@ def test_a_random_life_has_the_same_refusals_and_no_fewer_hits(num_blocks: int, 
     assert hits[1] >= hits[0]
 
 
+# blocks of the pool, and our largest share of vLLM's time for a prompt. 64 requests have 64 blocks each
+POOLS: dict[str, tuple[int, float]] = {
+    "no block is evicted": (200_000, 1.0),
+    "each block is evicted": (64 * 64 + 600, 1.05),
+}
+
+
 @pytest.mark.slow
-def test_a_step_costs_no_more_than_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_blocks", "most"), POOLS.values(), ids=POOLS)
+def test_a_step_costs_no_more_than_that_of_vllm(num_blocks: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step of 64 requests, and a prompt of 8,000 tokens: the median of our time by that of vLLM in each turn.
 
-    A turn takes 2 ms, so both of its halves bear the same load of other processes. No block is evicted.
+    A turn takes 2 ms, so both of its halves bear the same load of other processes.
     """
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     init_none_hash(sha256)
-    managers = [manager_of(200_000, is_ours) for is_ours in (False, True)]
+    managers = [manager_of(num_blocks, is_ours) for is_ours in (False, True)]
     batches: list[list[Request]] = [[], []]
     for manager, batch in zip(managers, batches, strict=True):
         for number in range(64):
@@ -114,18 +122,21 @@ def test_a_step_costs_no_more_than_that_of_vllm(monkeypatch: pytest.MonkeyPatch)
     for turn in range(360):
         for which in (0, 1) if turn % 2 else (1, 0):
             manager, batch = managers[which], batches[which]
-            start = time.perf_counter()
-            for request in batch:
-                manager.allocate_slots(request, 1)
-            seconds["decode"][which].append((time.perf_counter() - start) / len(batch))
-            for request in batch:
-                request.num_computed_tokens += 1
+            if num_blocks > 100_000:  # a full pool has no blocks for 360 steps
+                start = time.perf_counter()
+                for request in batch:
+                    manager.allocate_slots(request, 1)
+                seconds["decode"][which].append((time.perf_counter() - start) / len(batch))
+                for request in batch:
+                    request.num_computed_tokens += 1
             long = request_of(1000 + turn, [turn] * 8000)
             start = time.perf_counter()
-            manager.allocate_slots(long, 8000)
+            assert manager.allocate_slots(long, 8000) is not None
             manager.free(long)
             seconds["prompt"][which].append(time.perf_counter() - start)
     for name, (plain, ours) in seconds.items():
+        if not plain:
+            continue
         ratio = median(mine / theirs for theirs, mine in zip(plain, ours, strict=True))
         print(f"{name}: vLLM {1e6 * median(plain):.2f} us, pagedkv {1e6 * median(ours):.2f} us, ratio {ratio:.3f}")
-        assert ratio <= 1.1, name
+        assert ratio <= (most if name == "prompt" else 1.1), name
