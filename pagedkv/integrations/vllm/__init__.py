@@ -18,8 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from pagedkv.debug import asks_for_vllm
+from pagedkv.errors import InvalidRequest
 
-__all__ = ["SERVED", "platform", "register", "vllm_version"]
+__all__ = ["SERVED", "platform", "register", "require_served", "vllm_version"]
 
 SERVED: Final = ("0.32", "0.33")
 """Versions of vLLM whose interfaces these files know."""
@@ -39,12 +40,25 @@ def vllm_version() -> tuple[str, bool]:
     return "", False
 
 
+def _is_known(found: str) -> bool:
+    return ".".join(found.split(".")[:2]) in SERVED
+
+
 def _is_served() -> bool:
     found, _ = vllm_version()
-    served = ".".join(found.split(".")[:2]) in SERVED
-    if not served and asks_for_vllm():
+    if not _is_known(found) and asks_for_vllm():
         _refuse(found)
-    return served
+    return _is_known(found)
+
+
+def require_served(part: str) -> None:
+    """Raise InvalidRequest unless this vLLM is served. part: what was asked for by its name, without PAGEDKV_VLLM."""
+    found, _ = vllm_version()
+    if not _is_known(found):
+        raise InvalidRequest(
+            f"{part} of pagedkv serves vLLM {' and '.join(SERVED)}, and this is vLLM {found or 'of no version'}: "
+            "install one of these, or leave it out"
+        )
 
 
 @cache  # vLLM calls both entry points in each of its processes

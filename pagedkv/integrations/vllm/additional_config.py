@@ -25,18 +25,13 @@ def policy_in(additional_config: object) -> Any:
 
     Raises: InvalidRequest for a policy that FramePool does not have, and for another key that begins with "pagedkv_".
     """
-    policy = _ours_in(additional_config).get(POLICY, "lru")
-    try:
-        FramePool(1, policy=policy)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{POLICY!r} of additional_config: {error}") from None
-    return policy
+    return _ours_in(additional_config).get(POLICY, "lru")
 
 
 def switch_in(additional_config: object, key: str) -> bool:
     """Return whether LINEARS are ours, or workers SLEEP while they wait: True unless `additional_config` says false.
 
-    Raises: InvalidRequest for another value than true and false, and for another key that begins with "pagedkv_".
+    Raises: InvalidRequest for another value than true and false, and as `policy_in` does.
     """
     asked = _ours_in(additional_config).get(key, True)
     if not isinstance(asked, bool):
@@ -51,4 +46,9 @@ def _ours_in(additional_config: object) -> Mapping[str, Any]:
     if unknown:
         known = ", ".join(map(repr, KEYS))
         raise InvalidRequest(f"additional_config has {unknown[0]!r}; pagedkv reads {known}: correct the name")
+    if POLICY in additional_config:
+        try:
+            FramePool(1, policy=additional_config[POLICY])
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{POLICY!r} of additional_config: {error}") from None
     return additional_config

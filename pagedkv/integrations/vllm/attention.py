@@ -51,7 +51,7 @@ class PagedMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self._is_ours = not isinstance(kv_cache_spec, CrossAttentionSpec | EncoderOnlyAttentionSpec)
-        if self._is_ours:  # that of the CPU refuses shapes that its kernel does not serve
+        if self._is_ours:  # CPUAttentionMetadataBuilder refuses shapes that vLLM's kernel does not serve
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
             say_attention(layer_names, kv_cache_spec)
         else:

@@ -34,6 +34,11 @@ class PagedBackend:
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
 
     @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Return whether K and V of this dtype are served. vLLM's CPU backend needs AVX-512 or AMX for fp8."""
+        return kv_cache_dtype is None or kv_cache_dtype in CACHE_DTYPES
+
+    @classmethod
     def supports_sink(cls) -> bool:
         """Return True: attention sinks are served."""
         return True

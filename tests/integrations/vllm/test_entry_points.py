@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import vllm as plugin
 
 
@@ -104,6 +105,15 @@ def test_another_version_gets_one_sentence_if_it_was_asked(
     assert [record.getMessage() for record in caplog.records] == [
         "pagedkv serves vLLM 0.32 and 0.33, and this is vLLM 0.40.0: it stays as it is"
     ]
+
+
+def test_a_part_asked_for_by_name_refuses_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, vllm="0.33.2")
+    plugin.require_served("PagedScheduler")
+    installed(monkeypatch, vllm="0.40.0")
+    words = "PagedScheduler of pagedkv serves vLLM 0.32 and 0.33, and this is vLLM 0.40.0: install one of these"
+    with pytest.raises(InvalidRequest, match=words):
+        plugin.require_served("PagedScheduler")
 
 
 def test_a_platform_without_us_is_said_if_we_were_asked(

@@ -13,11 +13,17 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from pagedkv.integrations.vllm.block_pool import PagedBlockPool
 from pagedkv.integrations.vllm.scheduler import paged_blocks
 
 BLOCK = 16
@@ -94,17 +100,55 @@ def test_a_random_life_has_the_same_refusals_and_no_fewer_hits(num_blocks: int, 
     assert hits[1] >= hits[0]
 
 
-# blocks of the pool, and our largest share of vLLM's time for a prompt. 64 requests have 64 blocks each
-POOLS: dict[str, tuple[int, float]] = {
-    "no block is evicted": (200_000, 1.0),
-    "each block is evicted": (64 * 64 + 600, 1.05),
+def pools(enable_caching: bool = True) -> list[BlockPool]:
+    """Return the pool of vLLM and ours, of 8 blocks each, with events."""
+    return [kind(8, enable_caching, BLOCK, enable_kv_cache_events=True) for kind in (BlockPool, PagedBlockPool)]
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+@pytest.mark.parametrize("num_hashes", [0, 1, 2])
+@pytest.mark.parametrize("has_twin", [False, True])
+def test_a_block_is_evicted_as_vllm_evicts_it(enable_caching: bool, num_hashes: int, has_twin: bool) -> None:
+    """A block may have several hashes, and two blocks may have the same ones."""
+    seen = []
+    for pool in pools(enable_caching):
+        blocks = pool.get_new_blocks(3)
+        for block in blocks[: 1 + has_twin]:
+            for number in range(num_hashes):
+                pool._insert_block_hash(make_block_hash_with_group_id(bytes([number]) * 32, 0), block, BLOCK)
+        pool.free_blocks(blocks)
+        pool.get_new_blocks(7)
+        left = {
+            key: [*found] if isinstance(found, dict) else [found.block_id]
+            for key, found in pool.cached_block_hash_to_block._cache.items()
+        }
+        events = [(type(event), event.block_hashes) for event in pool.take_events()]
+        hashes = [(block.block_hash, block.block_hash_num_tokens, block.ref_cnt) for block in pool.blocks]
+        seen.append((left, pool.cached_block_hashes_by_block, events, hashes, pool.reset_prefix_cache()))
+    assert seen[0] == seen[1]
+    assert len(seen[1][2]) == (num_hashes * (1 + has_twin) if enable_caching else 0)
+
+
+def test_a_block_that_is_freed_twice_is_not_handed_out() -> None:
+    for pool in pools():
+        [block] = pool.get_new_blocks(1)
+        pool.free_blocks([block])
+        pool.free_blocks([block])
+        with pytest.raises(AssertionError):
+            pool.get_new_blocks(1)
+
+
+# 64 requests have 64 blocks each, and 360 tokens more
+POOLS: dict[str, int] = {
+    "no block is evicted": 200_000,
+    "each block is evicted": 64 * 64 + 64 * 360 // BLOCK + 600,
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_blocks", "most"), POOLS.values(), ids=POOLS)
-def test_a_step_costs_no_more_than_that_of_vllm(num_blocks: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode step of 64 requests, and a prompt of 8,000 tokens: the median of our time by that of vLLM in each turn.
+@pytest.mark.parametrize("num_blocks", POOLS.values(), ids=POOLS)
+def test_a_step_costs_no_more_than_that_of_vllm(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 requests get a token each, and one of 8,000 tokens its blocks: our median time by that of vLLM, in turn.
 
     A turn takes 2 ms, so both of its halves bear the same load of other processes.
     """
@@ -122,21 +166,18 @@ def test_a_step_costs_no_more_than_that_of_vllm(num_blocks: int, most: float, mo
     for turn in range(360):
         for which in (0, 1) if turn % 2 else (1, 0):
             manager, batch = managers[which], batches[which]
-            if num_blocks > 100_000:  # a full pool has no blocks for 360 steps
-                start = time.perf_counter()
-                for request in batch:
-                    manager.allocate_slots(request, 1)
-                seconds["decode"][which].append((time.perf_counter() - start) / len(batch))
-                for request in batch:
-                    request.num_computed_tokens += 1
+            start = time.perf_counter()
+            for request in batch:
+                manager.allocate_slots(request, 1)
+            seconds["decode"][which].append((time.perf_counter() - start) / len(batch))
+            for request in batch:
+                request.num_computed_tokens += 1
             long = request_of(1000 + turn, [turn] * 8000)
             start = time.perf_counter()
             assert manager.allocate_slots(long, 8000) is not None
             manager.free(long)
             seconds["prompt"][which].append(time.perf_counter() - start)
     for name, (plain, ours) in seconds.items():
-        if not plain:
-            continue
         ratio = median(mine / theirs for theirs, mine in zip(plain, ours, strict=True))
         print(f"{name}: vLLM {1e6 * median(plain):.2f} us, pagedkv {1e6 * median(ours):.2f} us, ratio {ratio:.3f}")
-        assert ratio <= (most if name == "prompt" else 1.1), name
+        assert ratio <= (1.0 if name == "prompt" else 1.1), name
