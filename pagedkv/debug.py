@@ -15,7 +15,7 @@
 | PAGEDKV_TIER_KEY     | a text   | the secret of tiers that --tier names: pages written without it are not found      |
 | PAGEDKV_API_KEY      | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
 | PAGEDKV_RANK_TIMEOUT | seconds  | the silence of a rank after which all others end; by default 30                    |
-| PAGEDKV_VLLM         | 1        | vLLM on a CPU has our attention, linear layers and sleep (the default is 0)        |
+| PAGEDKV_VLLM         | 1        | vLLM on CPUs: our attention, linear layers, workers that sleep (the default is 0)  |
 """
 
 from __future__ import annotations

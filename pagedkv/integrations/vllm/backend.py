@@ -35,7 +35,7 @@ class PagedBackend:
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether K and V of this dtype are served. vLLM's CPU backend needs AVX-512 or AMX for fp8."""
+        """Return whether K and V of this dtype are served. For fp8, vLLM 0.33's CPU class wants AVX-512 or AMX."""
         return kv_cache_dtype is None or kv_cache_dtype in CACHE_DTYPES
 
     @classmethod

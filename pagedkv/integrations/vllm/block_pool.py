@@ -39,7 +39,7 @@ class PagedBlockPool(BlockPool):
         """Take free blocks, each with one reference. The prefix cache loses those that it had.
 
         Blocks whose next use is watched, metrics, and a pool without a prefix cache are left to vLLM's method.
-        Raises: ValueError if fewer are free; AssertionError for a block that is free and has references
+        Raises: ValueError if fewer are free; AssertionError, as vLLM does, for a free block that has references
         """
         blocks: list[KVCacheBlock]
         if self._reuse_watchers or self.metrics_collector or not self.enable_caching:
@@ -48,7 +48,7 @@ class PagedBlockPool(BlockPool):
         blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:
             if block.ref_cnt:
-                raise AssertionError(f"block {block.block_id} is free, and has {block.ref_cnt} references")
+                raise AssertionError(f"block {block.block_id} is free with {block.ref_cnt} references: freed twice?")
             if block.block_hash is not None:
                 removed = self._remove_cached_block_hashes(block)
                 if self.enable_kv_cache_events:

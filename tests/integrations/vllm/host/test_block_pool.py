@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from statistics import median
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,8 +24,11 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations import vllm as plugin
 from pagedkv.integrations.vllm.block_pool import PagedBlockPool
-from pagedkv.integrations.vllm.scheduler import paged_blocks
+from pagedkv.integrations.vllm.offload import PagedOffloadingSpec
+from pagedkv.integrations.vllm.scheduler import PagedAsyncScheduler, PagedSyncScheduler, paged_blocks
 
 BLOCK = 16
 SIZES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -108,8 +112,11 @@ def pools(enable_caching: bool = True) -> list[BlockPool]:
 @pytest.mark.parametrize("enable_caching", [True, False])
 @pytest.mark.parametrize("num_hashes", [0, 1, 2])
 @pytest.mark.parametrize("has_twin", [False, True])
-def test_a_block_is_evicted_as_vllm_evicts_it(enable_caching: bool, num_hashes: int, has_twin: bool) -> None:
-    """A block may have several hashes, and two blocks may have the same ones."""
+@pytest.mark.parametrize("num_taken", [6, 7])
+def test_a_block_is_evicted_as_vllm_evicts_it(
+    enable_caching: bool, num_hashes: int, has_twin: bool, num_taken: int
+) -> None:
+    """A block may have several hashes, and two blocks may have the same ones. With 6 blocks taken, one twin stays."""
     seen = []
     for pool in pools(enable_caching):
         blocks = pool.get_new_blocks(3)
@@ -117,16 +124,44 @@ def test_a_block_is_evicted_as_vllm_evicts_it(enable_caching: bool, num_hashes: 
             for number in range(num_hashes):
                 pool._insert_block_hash(make_block_hash_with_group_id(bytes([number]) * 32, 0), block, BLOCK)
         pool.free_blocks(blocks)
-        pool.get_new_blocks(7)
+        pool.take_events()
+        taken = pool.get_new_blocks(num_taken)
         left = {
             key: [*found] if isinstance(found, dict) else [found.block_id]
             for key, found in pool.cached_block_hash_to_block._cache.items()
         }
-        events = [(type(event), event.block_hashes) for event in pool.take_events()]
+        others = {key: set(found) for key, found in pool.cached_block_hashes_by_block.items()}
         hashes = [(block.block_hash, block.block_hash_num_tokens, block.ref_cnt) for block in pool.blocks]
-        seen.append((left, pool.cached_block_hashes_by_block, events, hashes, pool.reset_prefix_cache()))
+        seen.append((left, others, pool.take_events(), hashes))
+        pool.free_blocks(taken)
+        assert pool.reset_prefix_cache()
     assert seen[0] == seen[1]
-    assert len(seen[1][2]) == (num_hashes * (1 + has_twin) if enable_caching else 0)
+    stays = num_taken == 6 and num_hashes > 0 and enable_caching
+    assert bool(seen[1][0]) is stays or not enable_caching
+    evicted = max(0, 1 + has_twin - stays) if enable_caching and num_hashes else 0
+    assert len(seen[1][2]) == num_hashes * evicted
+
+
+def test_a_block_whose_next_use_is_watched_is_reported() -> None:
+    for pool in pools():
+        blocks, watched = pool.get_new_blocks(7), []
+        pool.unpin_blocks(blocks[:2], watched.append)
+        pool.get_new_blocks(1)
+        assert watched == [blocks[0]]
+
+
+def test_metrics_count_the_blocks_that_are_taken() -> None:
+    for pool in pools():
+        pool.metrics_collector = MagicMock()
+        pool.get_new_blocks(5)
+        assert pool.metrics_collector.on_block_allocated.call_count == 5
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "vllm_version", lambda: ("0.40.0", True))
+    for make in (PagedSyncScheduler, PagedAsyncScheduler, PagedOffloadingSpec):
+        with pytest.raises(InvalidRequest, match="vLLM 0.40.0 is installed"):
+            make(None)
 
 
 def test_a_block_that_is_freed_twice_is_not_handed_out() -> None:
@@ -138,7 +173,7 @@ def test_a_block_that_is_freed_twice_is_not_handed_out() -> None:
             pool.get_new_blocks(1)
 
 
-# 64 requests have 64 blocks each, and 360 tokens more
+# 64 requests have 63 blocks each, and get 360 tokens more
 POOLS: dict[str, int] = {
     "no block is evicted": 200_000,
     "each block is evicted": 64 * 64 + 64 * 360 // BLOCK + 600,
@@ -180,4 +215,4 @@ def test_a_step_costs_no_more_than_that_of_vllm(num_blocks: int, monkeypatch: py
     for name, (plain, ours) in seconds.items():
         ratio = median(mine / theirs for theirs, mine in zip(plain, ours, strict=True))
         print(f"{name}: vLLM {1e6 * median(plain):.2f} us, pagedkv {1e6 * median(ours):.2f} us, ratio {ratio:.3f}")
-        assert ratio <= (1.0 if name == "prompt" else 1.1), name
+        assert ratio <= (1.03 if name == "prompt" else 1.1), name
