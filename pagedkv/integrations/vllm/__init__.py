@@ -20,7 +20,7 @@ from typing import Final
 from pagedkv.debug import asks_for_vllm
 from pagedkv.errors import InvalidRequest
 
-__all__ = ["SERVED", "platform", "register", "require_known_vllm", "vllm_version"]
+__all__ = ["SERVED", "platform", "register", "vllm_version"]
 
 SERVED: Final = ("0.32", "0.33")
 """Versions of vLLM whose interfaces these files know."""
@@ -46,9 +46,10 @@ def _is_known(found: str) -> bool:
 
 def _is_served() -> bool:
     found, _ = vllm_version()
-    if not _is_known(found) and asks_for_vllm():
+    known = _is_known(found)
+    if not known and asks_for_vllm():
         _refuse(found)
-    return _is_known(found)
+    return known
 
 
 def require_known_vllm(part: str, option: str) -> None:

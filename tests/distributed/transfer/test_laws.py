@@ -278,6 +278,7 @@ def test_a_connection_that_is_cut_costs_its_pages_and_comes_again() -> None:
         assert sides.decode.run(IDS) in range(0, 24, 4)
         assert holds(lambda: prompt.is_cancelled)  # the other side may hear of the end later
         sides.server.finish(prompt)  # too late: nothing happens
+        assert prompt.is_cancelled
         assert sides.remote.wait(10)
         with sides.serving():
             assert sides.run([7, *IDS]) == 40
