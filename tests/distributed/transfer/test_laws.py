@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests.tiers.stores import free_port
 from tests.tiers.world import SIZE, SPEC, World
 
 from .liars import holds
-from .sides import Sides, pages
+from .sides import Sides, pages, wait_until
 
 IDS = list(range(41))
 KEY = b"sixteen secret bytes"
@@ -28,9 +30,7 @@ def test_pages_cross_while_the_prompt_is_computed() -> None:
         [prompt] = sides.server.take(5)
         assert prompt.token_ids.tolist() == IDS
         sides.prefill.run(IDS[:20])
-        until = time.monotonic() + 5
-        while fetch.num_verified < 5 and time.monotonic() < until:
-            assert not fetch.done
+        wait_until(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
         assert fetch.num_verified == 5
         sides.prefill.run(IDS)
         sides.server.finish(prompt)
@@ -108,30 +108,62 @@ def test_no_more_frames_are_under_way_than_the_window_holds() -> None:
         assert 1 <= sides.link.most <= 3
 
 
+class Said(dict[str, list[int]]):
+    """How many offers, and credits, each message had that was sent over `links`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *links: DistributedLink) -> None:
+        super().__init__(offers=[], dones=[])
+        for link in links:
+            monkeypatch.setattr(link, "send", partial(self._listen, link.send))
+
+    def _listen(self, send: Callable[[bytes, float], None], content: bytes, timeout: float) -> None:
+        for name, what in decode(content).items():
+            if name in self:
+                self[name].append(len(what))
+        send(content, timeout)
+
+
 def test_offers_and_credits_are_said_for_many_frames_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagedkv.tiers.transfer.server.AT_ONCE", 8 * 512)  # bytes: 8 frames
     monkeypatch.setattr("pagedkv.tiers.transfer.remote.AT_ONCE", 16)
-    ids, said = list(range(129)), {"offers": list[int](), "dones": list[int]()}
+    ids = list(range(129))
     with Sides() as sides:
-        for link in (sides.link, sides.other_link):
-            send = link.send
+        said = Said(monkeypatch, sides.link, sides.other_link)
+        finish, are_offered = sides.other_link.finish, threading.Event()
 
-            def listened(content: bytes, timeout: float, send: Callable[[bytes, float], None] = send) -> None:
-                for name, what in decode(content).items():
-                    if name in said:
-                        said[name].append(len(what))
-                send(content, timeout)
+        def finish_when_all_are_offered(number: int, timeout: float) -> None:
+            assert are_offered.wait(10)
+            finish(number, timeout)
 
-            monkeypatch.setattr(link, "send", listened)
+        monkeypatch.setattr(sides.other_link, "finish", finish_when_all_are_offered)
         sides.prefill.run(ids)
         with sides.serving():
-            assert sides.run(ids) == 128
-        until = time.monotonic() + 5
-        while sides.server._offered and time.monotonic() < until:
-            time.sleep(0.01)
-    assert sum(said["offers"]) == sum(said["dones"]) == 32
+            fetch = sides.decode.cache.fetch(ids, timeout=20)
+            wait_until(lambda: sides.remote._reads.qsize() == 31)  # the reader has one more
+            are_offered.set()
+            assert fetch.wait(20)
+        wait_until(lambda: not sides.server._offered)
+        assert sides.decode.run(ids) == 128
+    assert sum(said["offers"]) == 32
     assert max(said["offers"]) == 8
-    assert len(said["dones"]) <= 2
+    assert said["dones"] in ([16, 16], [32])  # [32]: all were verified before the first were said
+
+
+def test_credits_of_frames_that_come_one_by_one_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedkv.tiers.transfer.remote.AT_ONCE", 16)
+    ids = list(range(129))
+    with Sides() as sides:
+        said = Said(monkeypatch, sides.other_link)
+        fetch = sides.decode.cache.fetch(ids, timeout=20)
+        [prompt] = sides.server.take(5)
+        for num_pages in range(1, 33):
+            sides.prefill.run(ids[: num_pages * SIZE])
+            wait_until(lambda number=num_pages: fetch.done or fetch.num_verified >= number)
+        sides.server.finish(prompt)
+        wait_until(lambda: not sides.server._offered)
+        assert fetch.tokens == 128
+    assert sum(said["dones"]) == 32
+    assert len(said["dones"]) <= 8  # 2, but a message that is sent for another reason takes along what is there
 
 
 def test_wants_beyond_the_most_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +190,7 @@ def test_pages_that_the_other_side_has_evicted_are_missing() -> None:
         fetch = sides.decode.cache.fetch(IDS)
         [prompt] = sides.server.take(5)
         sides.prefill.run(IDS[:20])
-        until = time.monotonic() + 5
-        while fetch.num_verified < 5 and time.monotonic() < until:
-            fetch.done  # noqa: B018 (lets it go on)
+        wait_until(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
         sides.prefill.cache.evict(64)
         sides.server.finish(prompt)
         assert fetch.wait(5)
@@ -182,10 +212,7 @@ def test_a_fetch_that_is_cancelled_gives_its_frames_back_and_stops_the_prefill()
         fetch.cancel()
         assert fetch.done
         sides.check_given_back()
-        until = time.monotonic() + 5
-        while not prompt.is_cancelled and time.monotonic() < until:
-            time.sleep(0.001)
-        assert prompt.is_cancelled
+        wait_until(lambda: prompt.is_cancelled)
         sides.server.finish(prompt)
         with sides.serving():
             assert sides.run(IDS) == 40  # nothing was spoiled
@@ -312,9 +339,7 @@ def test_a_peer_that_sends_nonsense_is_cut_off() -> None:
     with Sides() as sides:
         for words in (b"x", b"[]", b'{"offers": [[1]]}', b'{"offers": [[1, "zz", 0]]}', b'{"dones": [5]}'):
             assert sides.remote.wait(10)
-            until = time.monotonic() + 5
-            while not sides.server.is_connected and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_until(lambda: sides.server.is_connected)
             for link in (sides.link, sides.other_link):
                 with contextlib.suppress(OSError, RuntimeError):
                     link.send(words, 1.0)
