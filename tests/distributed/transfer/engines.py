@@ -14,6 +14,10 @@ from pagedkv.tiers.transfer import DistributedLink, RemotePrefill
 
 ROOT = Path(__file__).parents[3]
 FRAMES = 400
+DTYPE = "float32"
+"""The prompts are random, and the checkpoint has learnt nothing like them. In one of them, a relative change of 1e-5 in
+the embeddings moves a log-probability by 0.7. So in bfloat16 a token may depend on how prompts are cut into chunks.
+"""
 
 PREFILL = """
 import json, os, sys, threading, time
@@ -22,7 +26,7 @@ from pagedkv.tiers.transfer import {link}, PrefillServer
 
 address, slow = sys.argv[1], float(sys.argv[2])
 server = PrefillServer({link}(address))
-engine = Engine.load(tiers=[server], num_frames={frames}, limits=Limits(prefill_chunk=64))
+engine = Engine.load(tiers=[server], num_frames={frames}, dtype="{dtype}", limits=Limits(prefill_chunk=64))
 step = engine.step
 engine.step = lambda: (time.sleep(slow), step())[1]
 print("ready", flush=True)
@@ -41,7 +45,7 @@ from pagedkv.model import Engine, SamplingParams
 from pagedkv.tiers.transfer import {link}, RemotePrefill
 
 remote = RemotePrefill({link}(sys.argv[1]))
-engine = Engine.load(tiers=[remote], num_frames={frames})
+engine = Engine.load(tiers=[remote], num_frames={frames}, dtype="{dtype}")
 assert remote.wait(20)
 print("ready", flush=True)
 prompts = json.loads(sys.stdin.readline())
@@ -57,7 +61,7 @@ class Process:
     """A side in a process of its own."""
 
     def __init__(self, source: str, *arguments: str, link: str = "DistributedLink") -> None:
-        source = source.format(link=link, frames=FRAMES)
+        source = source.format(link=link, frames=FRAMES, dtype=DTYPE)
         self.process = subprocess.Popen(
             [sys.executable, "-c", source, *arguments],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -94,7 +98,12 @@ def prefill_process(address: str, *, slow: float = 0.0, link: str = "Distributed
 def decode_engine(address: str, **options: Any) -> tuple[Engine, RemotePrefill]:
     """Return an engine here whose prompts are computed there."""
     tier = RemotePrefill(DistributedLink(address), **options)
-    return Engine.load(tiers=[tier], num_frames=FRAMES, limits=Limits(prefill_chunk=64)), tier
+    return Engine.load(tiers=[tier], num_frames=FRAMES, dtype=DTYPE, limits=Limits(prefill_chunk=64)), tier
+
+
+def lone_engine() -> Engine:
+    """Return an engine that computes all by itself."""
+    return Engine.load(num_frames=FRAMES, dtype=DTYPE)
 
 
 def check_given_back(engine: Engine, seconds: float = 10.0) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from pagedkv.checkpoint.records import DEMO_ANSWER
 from pagedkv.errors import InvalidRequest
-from pagedkv.model import Engine
 from pagedkv.model.prefills import servers_at
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.tiers.from_text import tiers_of
@@ -25,7 +24,7 @@ from pagedkv.tiers.transfer import DistributedLink, NixlLink, link_at
 from pagedkv.tiers.transfer.nixl import runs_of
 from tests.tiers.stores import free_port
 
-from .engines import DECODE, FRAMES, ROOT, Process, prefill_process
+from .engines import DECODE, ROOT, Process, lone_engine, prefill_process
 
 LAWS = """
 import os, sys, time
@@ -168,7 +167,7 @@ def test_two_engines_over_nixl_give_the_tokens_of_one(seed: int) -> None:
     pytest.importorskip("nixl", reason="no NIXL: pip install --no-deps nixl nixl-cu12")
     draw = random.Random(seed)
     prompts = [draw.choices(range(10, 600), k=400 + i) for i in range(4)]
-    alone = Engine.load(num_frames=FRAMES).generate(prompts, SamplingParams(max_tokens=8))
+    alone = lone_engine().generate(prompts, SamplingParams(max_tokens=8))
     address = f"127.0.0.1:{free_port()}"
     there = prefill_process(address, slow=0.01 if seed else 0.0, link="NixlLink")
     here = Process(DECODE, address, link="NixlLink")
@@ -195,7 +194,7 @@ def test_a_prefill_process_goes_on_when_decode_processes_are_killed_over_nixl() 
         other.kill()
     last = Process(DECODE, address, link="NixlLink")
     last.tell(json.dumps(prompts))
-    alone = Engine.load(num_frames=FRAMES).generate(prompts, SamplingParams(max_tokens=8))
+    alone = lone_engine().generate(prompts, SamplingParams(max_tokens=8))
     assert json.loads(last.line()) == [request.completions[0].token_ids for request in alone]
     assert last.process.wait(20) == 0
     assert there.end()[0] == 0  # no frame is held

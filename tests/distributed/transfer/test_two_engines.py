@@ -14,7 +14,7 @@ from pagedkv.model import Engine
 from pagedkv.sampling.params import SamplingParams
 from tests.tiers.stores import free_port
 
-from .engines import DECODE, FRAMES, Process, check_given_back, decode_engine, prefill_process
+from .engines import DECODE, Process, check_given_back, decode_engine, lone_engine, prefill_process
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -30,7 +30,7 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone() -> Engine:
-    return Engine.load(num_frames=FRAMES)
+    return lone_engine()
 
 
 def test_the_decode_side_computes_no_whole_page_and_its_tokens_are_equal(alone: Engine) -> None:
