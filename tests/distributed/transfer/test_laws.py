@@ -109,7 +109,7 @@ def test_no_more_frames_are_under_way_than_the_window_holds() -> None:
 
 
 class Said(dict[str, list[int]]):
-    """How many offers, and credits, each message had that was sent over `links`."""
+    """The numbers of offers, and of credits, in each message that is sent over `links`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *links: DistributedLink) -> None:
         super().__init__(offers=[], dones=[])
