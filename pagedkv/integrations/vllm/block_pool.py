@@ -69,7 +69,11 @@ class PagedBlockPool(BlockPool):
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add a reference to each of `blocks`, which a request has found. Free ones leave the list."""
-        free = {block.block_id: block for block in blocks if block.ref_cnt == 0 and not block.is_null}
+        nulls = [block for block in blocks if block.is_null]
+        if nulls:
+            super().touch(nulls)  # vLLM 0.32 counts references of the null block, 0.33 does not
+            blocks = [block for block in blocks if not block.is_null]
+        free = {block.block_id: block for block in blocks if block.ref_cnt == 0}
         if free:
             self.free_block_queue.remove_n(list(free.values()))
         for block in blocks:

@@ -1,1 +1,1 @@
-"""Tests that need vLLM: `make test-vllm`."""
+"""Tests that need vLLM: `make test-vllm`, `make test-vllm-next`."""
