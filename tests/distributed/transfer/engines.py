@@ -15,8 +15,9 @@ from pagedkv.tiers.transfer import DistributedLink, RemotePrefill
 ROOT = Path(__file__).parents[3]
 FRAMES = 400
 DTYPE = "float32"
-"""The prompts are random, and the checkpoint has learnt nothing like them. In one of them, a relative change of 1e-5 in
-the embeddings moves a log-probability by 0.7. So in bfloat16 a token may depend on how prompts are cut into chunks.
+"""The prompts are random, and the checkpoint has learnt nothing like them. In prompt 4 of seed 6, a relative change of
+1e-5 in the embeddings moves a log-probability by 0.7. So in bfloat16 a token may depend on how prompts are cut into
+chunks. In float32 that is rare.
 """
 
 PREFILL = """

@@ -132,20 +132,23 @@ def test_offers_and_credits_are_said_for_many_frames_together(monkeypatch: pytes
         finish, are_offered = sides.other_link.finish, threading.Event()
 
         def finish_when_all_are_offered(number: int, timeout: float) -> None:
-            assert are_offered.wait(10)
+            are_offered.wait(60)
             finish(number, timeout)
 
         monkeypatch.setattr(sides.other_link, "finish", finish_when_all_are_offered)
         sides.prefill.run(ids)
         with sides.serving():
             fetch = sides.decode.cache.fetch(ids, timeout=20)
-            wait_until(lambda: sides.remote._reads.qsize() == 31)  # the reader has one more
-            are_offered.set()
+            try:
+                wait_until(lambda: sides.remote._reads.qsize() == 31)  # the reader has one more
+            finally:
+                are_offered.set()
             assert fetch.wait(20)
         wait_until(lambda: not sides.server._offered)
         assert sides.decode.run(ids) == 128
     assert sum(said["offers"]) == 32
     assert max(said["offers"]) == 8
+    assert len(said["offers"]) <= 6
     assert said["dones"] in ([16, 16], [32])  # [32]: all were verified before the first were said
 
 
