@@ -144,11 +144,3 @@ class Sides:
 def pages(num_tokens: int) -> int:
     """Return the tokens that a prompt finds at most: whole pages, and one token less."""
     return (num_tokens - 1) // SIZE * SIZE
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until `holds` is true; fail after `seconds`."""
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)

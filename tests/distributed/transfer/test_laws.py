@@ -18,7 +18,7 @@ from tests.tiers.stores import free_port
 from tests.tiers.world import SIZE, SPEC, World
 
 from .liars import holds
-from .sides import Sides, pages, wait_until
+from .sides import Sides, pages
 
 IDS = list(range(41))
 KEY = b"sixteen secret bytes"
@@ -30,7 +30,7 @@ def test_pages_cross_while_the_prompt_is_computed() -> None:
         [prompt] = sides.server.take(5)
         assert prompt.token_ids.tolist() == IDS
         sides.prefill.run(IDS[:20])
-        wait_until(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
+        assert holds(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
         assert fetch.num_verified == 5
         sides.prefill.run(IDS)
         sides.server.finish(prompt)
@@ -140,11 +140,11 @@ def test_offers_and_credits_are_said_for_many_frames_together(monkeypatch: pytes
         with sides.serving():
             fetch = sides.decode.cache.fetch(ids, timeout=20)
             try:
-                wait_until(lambda: sides.remote._reads.qsize() == 31)  # the reader has one more
+                assert holds(lambda: sides.remote._reads.qsize() == 31)  # the reader has one more
             finally:
                 are_offered.set()
             assert fetch.wait(20)
-        wait_until(lambda: not sides.server._offered)
+        assert holds(lambda: not sides.server._offered)
         assert sides.decode.run(ids) == 128
     assert sum(said["offers"]) == 32
     assert max(said["offers"]) == 8
@@ -161,9 +161,9 @@ def test_credits_of_frames_that_come_one_by_one_wait_for_others(monkeypatch: pyt
         [prompt] = sides.server.take(5)
         for num_pages in range(1, 33):
             sides.prefill.run(ids[: num_pages * SIZE])
-            wait_until(lambda number=num_pages: fetch.done or fetch.num_verified >= number)
+            assert holds(lambda number=num_pages: fetch.done or fetch.num_verified >= number)
         sides.server.finish(prompt)
-        wait_until(lambda: not sides.server._offered)
+        assert holds(lambda: not sides.server._offered)
         assert fetch.tokens == 128
     assert sum(said["dones"]) == 32
     assert len(said["dones"]) <= 8  # 2, but a message that is sent for another reason takes along what is there
@@ -193,7 +193,7 @@ def test_pages_that_the_other_side_has_evicted_are_missing() -> None:
         fetch = sides.decode.cache.fetch(IDS)
         [prompt] = sides.server.take(5)
         sides.prefill.run(IDS[:20])
-        wait_until(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
+        assert holds(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
         sides.prefill.cache.evict(64)
         sides.server.finish(prompt)
         assert fetch.wait(5)
@@ -215,7 +215,7 @@ def test_a_fetch_that_is_cancelled_gives_its_frames_back_and_stops_the_prefill()
         fetch.cancel()
         assert fetch.done
         sides.check_given_back()
-        wait_until(lambda: prompt.is_cancelled)
+        assert holds(lambda: prompt.is_cancelled)
         sides.server.finish(prompt)
         with sides.serving():
             assert sides.run(IDS) == 40  # nothing was spoiled
@@ -342,7 +342,7 @@ def test_a_peer_that_sends_nonsense_is_cut_off() -> None:
     with Sides() as sides:
         for words in (b"x", b"[]", b'{"offers": [[1]]}', b'{"offers": [[1, "zz", 0]]}', b'{"dones": [5]}'):
             assert sides.remote.wait(10)
-            wait_until(lambda: sides.server.is_connected)
+            assert holds(lambda: sides.server.is_connected)
             for link in (sides.link, sides.other_link):
                 with contextlib.suppress(OSError, RuntimeError):
                     link.send(words, 1.0)
