@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, Final
 
 from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -13,9 +14,21 @@ from pagedkv.integrations.vllm import OURS
 _Base: Any = resolve_obj_by_qualname(cpu_platform_plugin() or "vllm.platforms.cpu.CpuPlatform")
 """The platform that vLLM itself would choose: that of some processors has a class of its own."""
 
+HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
+"""The variable with which torch asks Linux for huge pages, for tensors of 2 MiB and more. Torch reads it once."""
+
 
 class PagedCpuPlatform(_Base):  # type: ignore[misc]
     """A platform of CPUs whose attention is ours, unless a layer is MLA, or another backend was asked for by name."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """Complete the configuration of an engine. vLLM asks before it starts workers, which get this environment.
+
+        Weights, K and V of workers lie on huge pages then, unless HUGE_PAGES is set already.
+        """
+        os.environ.setdefault(HUGE_PAGES, "1")
+        super().check_and_update_config(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(

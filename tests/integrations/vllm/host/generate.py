@@ -5,7 +5,8 @@ A job with "adapter", the folder of a LoRA, uses it for every second prompt.
 A job with "warm", a prompt, computes it first.
 A job with "backend", the path of a class, gives it to vLLM as the backend CUSTOM.
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
-Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache, ...}.
+Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache,
+"huge_pages": KiB of the engine's processes, ...}.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+import psutil
+
+
+def huge_pages_of(process: psutil.Process) -> int:
+    """Return the KiB of a process that lie on huge pages."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
 def main() -> None:
@@ -73,6 +83,7 @@ def main() -> None:
         "logprobs": logprobs,
         "seconds": seconds,
         "preempted": preempted,
+        "huge_pages": sum(map(huge_pages_of, psutil.Process().children(recursive=True))),
     }
     json.dump(written, out)
     out.flush()

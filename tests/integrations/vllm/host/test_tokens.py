@@ -13,6 +13,8 @@ from tests.integrations.vllm.host.engines import MODELS, adapter_in, encoder_in,
 
 OURS = {"PAGEDKV_VLLM": "1"}
 SCHEDULER = {"scheduler_cls": "pagedkv.integrations.vllm.scheduler.PagedScheduler"}
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES_OF_LINUX = SETTING.read_text() if SETTING.exists() else ""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,14 @@ def test_workers_sleep_where_they_have_all_cores(folder: Path) -> None:
     assert "This worker sleeps" in asleep["log"]
     assert not any("This worker sleeps" in other["log"] for other in others)
     assert all(other["tokens"] == asleep["tokens"] for other in others)
+
+
+@pytest.mark.skipif("[madvise]" not in HUGE_PAGES_OF_LINUX, reason="Linux does not leave huge pages to programs")
+def test_tensors_lie_on_huge_pages_unless_the_variable_of_torch_says_no(folder: Path) -> None:
+    run: dict[str, Any] = {"model": model_in(folder, "llama"), "job": {"prompts": prompts(4, 300), "max_tokens": 4}}
+    found, small = generate(environ=OURS, **run), generate(environ=OURS | {"THP_MEM_ALLOC_ENABLE": "0"}, **run)
+    assert found["huge_pages"] > 0 == small["huge_pages"]
+    assert found["tokens"] == small["tokens"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
