@@ -10,11 +10,19 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 os.environ.setdefault("PAGEDKV_DEBUG", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+with suppress(ModuleNotFoundError):  # environments of hosts lack it
+    from hypothesis import HealthCheck, settings
+
+    # On a busy machine an example may take seconds, and so may the making of examples.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True)

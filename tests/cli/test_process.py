@@ -257,7 +257,7 @@ def test_ctrl_c_at_a_terminal_clears_the_line_and_shows_the_cursor(tmp_path):
         shown += os.read(terminal, 4096)
     time.sleep(0.5)
     os.write(terminal, b"\x03")
-    while time.monotonic() < deadline and select.select([terminal], [], [], 1)[0]:
+    while time.monotonic() < deadline and select.select([terminal], [], [], 30)[0]:
         try:
             shown += os.read(terminal, 4096)
         except OSError:

@@ -261,7 +261,9 @@ def test_a_reader_that_stands_still_holds_up_no_other_and_no_end(
     standing.close(0)
 
 
-def test_no_reader_waits_for_a_slow_one(ports: tuple[int, int], stranger: Reader) -> None:
+def test_no_reader_waits_for_a_slow_one(
+    ports: tuple[int, int], stranger: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that takes little at a time has the patience of the publisher, but not the time of other readers."""
     mm = MemoryManager(32, 4, observe=Observe(events=64))
     publisher = publisher_of(mm, ports)
@@ -270,9 +272,10 @@ def test_no_reader_waits_for_a_slow_one(ports: tuple[int, int], stranger: Reader
     while slow.getsockopt(zmq.EVENTS) & zmq.POLLIN == 0:
         time.sleep(0.01)
     time.sleep(0.5)
+    monkeypatch.setattr(zmq_events, "PATIENCE", 60.0)
     began = time.monotonic()
     assert replayed(ask(stranger, ports[1], 9_990)) == list(range(9_990, 10_000))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     assert replayed(slow) == list(range(10_000))
     slow.close(0)
     publisher.close()

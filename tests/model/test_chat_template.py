@@ -69,12 +69,13 @@ def test_after_a_limit_the_next_rendering_has_a_new_child() -> None:
 
 def test_a_child_that_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit of processor time does not end a process that gets none, as one that is stopped."""
-    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
     template = ChatTemplate("{{ 1 }}")
     template.render({})
     os.kill(child_of(template).pid, signal.SIGSTOP)
-    with pytest.raises(CheckpointError, match=r"exceeds a limit \(it takes more than 0.5 s\)"):
-        template.render({})
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, "SECONDS", 0.5)
+        with pytest.raises(CheckpointError, match=r"exceeds a limit \(it takes more than 0.5 s\)"):
+            template.render({})
     assert template.render({}) == "1"
 
 

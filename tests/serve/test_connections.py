@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -116,14 +117,14 @@ def test_a_client_that_reads_slowly_but_steadily_gets_all(monkeypatch: pytest.Mo
     monkeypatch.setattr(connection, "TICK_SECONDS", 0.02)
 
     async def whole() -> None:
-        async with serving(send_s=0.3) as told:
+        async with serving(send_s=2) as told:
             reader, writer = await client(told)
             writer.write(b"GET /huge HTTP/1.0\r\n\r\n")
-            size = 0
-            while part := await reader.read(2**18):
+            size, slow_until = 0, time.monotonic() + 2.5
+            while part := await reader.read(2**18 if time.monotonic() > slow_until else 2**16):
                 size += len(part)
-                if size < 2**20:
-                    await asyncio.sleep(0.01)
+                if time.monotonic() < slow_until:
+                    await asyncio.sleep(0.05)
             assert size > HUGE
             assert not told.dropped
             writer.close()
@@ -234,7 +235,7 @@ def test_a_refused_client_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_refused_client_that_stays_is_cut_off_and_too_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "REFUSAL_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "REFUSAL_SECONDS", 2)
     monkeypatch.setattr(connection, "MOST_REFUSED", 2)
 
     async def whole() -> None:

@@ -40,7 +40,7 @@ def read_all(streams: list[socket.socket]) -> tuple[list[str], list[threading.Th
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(extra: None) -> None:
     with serving() as server:
-        streams = [server.begun({**LONG, "max_tokens": 400}) for _ in range(3)]
+        streams = [server.begun({**LONG, "max_tokens": 1500}) for _ in range(3)]
         texts, readers = read_all(streams)
         server.process.send_signal(signal.SIGTERM)
         while (health := server.ask("/health")).status == 200:
@@ -81,7 +81,7 @@ def test_a_second_sigterm_ends_at_once(extra: None) -> None:
         server.process.send_signal(signal.SIGTERM)
         while server.ask("/health").status == 200:
             time.sleep(0.01)
-        assert server.end(signal.SIGTERM, 5) == (143, "")
+        assert server.end(signal.SIGTERM, 60) == (143, "")
 
 
 def test_a_port_in_use_and_a_bad_host_are_one_line_and_status_2(

@@ -85,8 +85,17 @@ def test_the_pieces_of_a_stream_are_the_text_and_the_tokens_of_generate(engine: 
         assert counts[-1] == len(sample.token_ids)
 
 
-@pytest.mark.parametrize("timeout", [None, 0.5])
-def test_a_stream_has_no_text_that_no_validator_accepted(engine: Engine, timeout: float | None) -> None:
+@pytest.mark.parametrize("timeout", [None, 2.0])
+def test_a_stream_has_no_text_that_no_validator_accepted(
+    engine: Engine, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = engine.forward
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.002)  # 2000 tokens take more than the two seconds
+        return forward(*given)
+
+    monkeypatch.setattr(engine, "forward", slow)
     params = SamplingParams(max_tokens=10 if timeout is None else 2000, ignore_eos=True, validator=lambda _: "no")
 
     async def story(served: AsyncEngine) -> list[Piece]:

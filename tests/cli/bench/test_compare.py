@@ -17,6 +17,12 @@ from pagedkv.bench.vllm import runner as vllm
 LOTS = np.random.default_rng(1)
 
 
+@pytest.fixture(autouse=True)
+def _same_noise(monkeypatch):
+    """Give a test the same noise, whichever tests ran before it."""
+    monkeypatch.setitem(globals(), "LOTS", np.random.default_rng(1))
+
+
 def turns(median: float, noise: float = 0.02, count: int = 15) -> list[float]:
     found = median * (1 + noise * LOTS.standard_normal(count))
     return [float(turn) for turn in found - np.median(found) + median]

@@ -67,5 +67,5 @@ def test_stats_cost_grows_with_the_spaces_and_not_with_their_square() -> None:
             grown(mm, [1] * 50).fork()
         return mm
 
-    few, many = (best_of(5, shared_tails(pairs).stats) for pairs in (64, 1024))
+    few, many = (best_of(20, shared_tails(pairs).stats) for pairs in (64, 1024))
     assert many < 40 * few
