@@ -5,6 +5,9 @@ Each has `client()`, for a tier of its own, and reaches behind the clients: `rec
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import shutil
 import socket
 import subprocess
@@ -225,11 +228,22 @@ class Mooncake:
         self.process.wait()
 
 
+_NUMBERS = itertools.count(211 * os.getpid())
+
+
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    """Return a port that no other call returns soon, and that Linux gives to no socket by itself (from 32768 on).
+
+    A process may take seconds until it listens there. Each worker of pytest has a thousand ports, and each process
+    begins elsewhere among them.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
+    for number in itertools.islice(_NUMBERS, 1000):
+        port = 20_000 + 1000 * worker + number % 1000
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise OSError(f"no port is free from {20_000 + 1000 * worker} on")
 
 
 def reachable(port: int) -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import pytest
 from pagedkv import AddressSpace, PagedKVCache
 from pagedkv.errors import ConcurrentUse, InvalidRequest
 from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, UsedAgain, disk, level, slots, tier
+from pagedkv.tiers.fetch import Fetch
 from pagedkv.tiers.mover import Mover, Task
 from tests.tiers.test_hostile import Stubborn
 from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
@@ -78,23 +80,25 @@ def test_five_methods_make_a_tier_and_fewer_are_refused_at_once() -> None:
 def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(level, "SKIPPED", 0.2)
+    now = time.monotonic()
+    monkeypatch.setattr(level, "time", SimpleNamespace(monotonic=lambda: now))  # a busy machine shortens no skip
     five = Five()
     world = evicted(five)
     five.fault = ConnectionError("the server is gone")
     for _ in range(level.FAILURES):
         assert world.cache.fetch(IDS).done
     five.fault = None
+    now += level.SKIPPED - 0.1
     assert world.cache.fetch(IDS).asked == 0  # not even asked
-    time.sleep(0.25)
+    now += 0.2
     assert world.cache.fetch(IDS).done
     assert world.check_found(IDS) == 40
 
 
 def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(level, "STALLED", 0.1)
     stubborn = Stubborn("1MiB")
     world = evicted(stubborn, num_frames=24)
+    monkeypatch.setattr(level, "STALLED", 0.1)
     fetch = world.cache.fetch(IDS, timeout=0.01)
     assert stubborn.is_loading.wait(20)  # else the late fetch takes its load back
     fetch.wait(20)
@@ -217,13 +221,13 @@ def test_frames_of_a_fetch_that_was_interrupted_early_come_back_without_a_collec
     world.cache.tiers.close()
 
 
-def hanging() -> tuple[Stubborn, World]:
-    """Return a tier whose load hangs until `may_load` is set, and its world."""
+def hanging() -> tuple[Stubborn, World, Fetch]:
+    """Return a tier whose load hangs until `may_load` is set, its world, and the fetch that waits for the load."""
     stubborn = Stubborn("1MiB")
     world = evicted(stubborn, num_frames=24)
-    world.cache.fetch(IDS)
+    fetch = world.cache.fetch(IDS)
     assert stubborn.is_loading.wait(20)
-    return stubborn, world
+    return stubborn, world, fetch
 
 
 def test_pages_whose_store_was_interrupted_are_stored_when_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +248,7 @@ def test_pages_whose_store_was_interrupted_are_stored_when_they_come_again(monke
 
 
 def test_waits_for_a_tier_that_hangs_end() -> None:
-    stubborn, world = hanging()
+    stubborn, world, _ = hanging()
     began = time.monotonic()
     assert not world.cache.tiers.abandon(0.05)
     assert not world.cache.tiers.quiesce(0.05)
@@ -255,7 +259,7 @@ def test_waits_for_a_tier_that_hangs_end() -> None:
 
 
 def test_frames_that_a_load_still_writes_at_the_close_come_back_when_it_has_ended() -> None:
-    stubborn, world = hanging()
+    stubborn, world, _ = hanging()
     assert not world.cache.tiers.close(0.05)
     other = list(range(200, 241))
     world.run(other)
@@ -460,31 +464,37 @@ def test_the_facts_of_a_disk_tier_are_not_written_through_a_link(tmp_path: Path)
 
 
 def test_prompts_with_one_prefix_load_it_once() -> None:
-    host = HostTier("1MiB", limit=FRAME * 50)
+    host = Stubborn("1MiB")
     world = evicted(host, num_frames=64)
     prompts = [IDS, IDS, [*IDS[:40], 7, 7, 7, 7, 7], IDS[:21]]
     fetches = [world.cache.fetch(ids) for ids in prompts]
     assert world.cache.stats().mapped == PAGES
+    host.may_load.set()
     assert all(fetch.wait(20) for fetch in fetches)
     assert [fetch.tokens for fetch in fetches] == [fetch.asked for fetch in fetches] == [40, 40, 40, 20]
     assert host.stats().loaded == PAGES
     assert world.check_found(IDS) == 40
     assert world.cache.stats().mapped == 0
+    host.may_load.clear()
     first, second = (world.cache.fetch(IDS) for _ in range(2)) if world.cache.evict(64) else (None, None)
     assert first is not None
     assert second is not None
     second.cancel()  # it has no frames, and the first goes on
     assert second.done
+    assert not first.done
+    host.may_load.set()
     assert first.wait(20)
     assert first.tokens == 40
     world.cache.tiers.close()
 
 
-def test_a_fetch_that_forget_ends_has_no_tokens() -> None:
-    world = evicted(HostTier("1MiB", limit=FRAME * 20))
-    fetch = world.cache.fetch(IDS)
+def test_a_fetch_that_forget_ends_has_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    stubborn, world, fetch = hanging()
+    monkeypatch.setattr(slots, "CLOSING", 0.05)  # the seconds that `forget` waits for the load
     world.cache.forget()
     assert fetch.done
+    stubborn.may_load.set()
+    assert world.cache.tiers.quiesce(20)
     assert (fetch.tokens, world.check_found(IDS)) == (0, 0)
     world.cache.tiers.close()
 
@@ -525,5 +535,5 @@ def test_a_task_that_is_cancelled_uses_nothing_of_the_limit() -> None:
         run = ran.set if is_last else (lambda: None)
         mover.put(Task(run, 1, 10_000, is_urgent=False, is_cancelled=is_cancelled))
     cancelled.set()
-    assert ran.wait(5)
+    assert ran.wait(9)  # a task that is not cancelled takes 10 s
     mover.close(1)

@@ -13,6 +13,7 @@ from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import OutOfFrames
 from pagedkv.tiers import DiskTier, HostTier, names
 from pagedkv.tiers.tier import Prompt
+from tests.tiers.test_hostile import Stubborn
 from tests.tiers.world import SIZE, SPEC, World
 
 FRAMES = 24
@@ -111,8 +112,9 @@ def test_all_of_an_evicted_prompt_comes_back_from_each_tier_and_after_a_restart(
     again.cache.tiers.close()
 
 
-def test_a_fetch_that_is_under_way_is_found_by_nobody(tmp_path: Path) -> None:
-    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[HostTier("1MiB", limit=SPEC.frame_bytes * 20)])
+def test_a_fetch_that_is_under_way_is_found_by_nobody() -> None:
+    tier = Stubborn("1MiB")
+    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
     world, ids = World(cache), list(range(41))
     world.run(ids)
     assert cache.tiers.flush(20)
@@ -122,6 +124,8 @@ def test_a_fetch_that_is_under_way_is_found_by_nobody(tmp_path: Path) -> None:
     assert cache.fetch(list(range(99, 130))).done  # the tiers have nothing of it
     with pytest.raises(OutOfFrames):
         world.run(list(range(200, 240)))
+    assert not fetch.done
+    tier.may_load.set()
     assert fetch.wait(20)
     assert world.check_found(ids) == 40
     cache.tiers.close()

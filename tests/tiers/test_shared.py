@@ -482,12 +482,16 @@ class Hung(MemoryClient):
 def test_a_server_that_hangs_costs_a_lookup_its_patience_and_no_more() -> None:
     store = Memory(Path())
     one, client = stored(store), Hung(store.contents)
-    two = world(client, patience=0.1)
+    two = world(client, patience=2.0)
     client.may_answer.clear()
-    for most in (5.0, 0.09):  # while the first question is open, no other waits
+
+    def seconds() -> float:
         began = time.monotonic()
         assert two.cache.fetch(IDS).asked == 0
-        assert time.monotonic() - began < most
+        return time.monotonic() - began
+
+    assert seconds() < 20
+    assert any(seconds() < 1.9 for _ in range(3))  # while the first question is open, no other waits
     client.may_answer.set()
     until = time.monotonic() + 20
     while not (fetch := two.cache.fetch(IDS)).asked and time.monotonic() < until:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import resource
 import sys
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pagedkv.core import MemoryManager
+from tests.core.cost.memory import PAGEMAP, resident
 
 BATCH, STEPS = 64, 1000
 
@@ -101,22 +100,12 @@ def test_there_is_no_object_for_a_frame() -> None:
     assert least(lambda: abs(objects(100_000) - objects(1000))) < 20
 
 
-@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="reads /proc of Linux")
+@pytest.mark.skipif(not PAGEMAP.exists(), reason="reads /proc of Linux")
 def test_a_pool_takes_no_memory_for_frames_that_were_never_used() -> None:
     """A pool of a million frames takes a few ms to make, also in a process that has just begun.
 
     The test counts pages of the pool's arrays alone, because other threads of the process take memory too.
     """
-
-    def resident(array: np.ndarray) -> int:
-        page = resource.getpagesize()
-        first, last = array.ctypes.data // page, -(-(array.ctypes.data + array.nbytes) // page)
-        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
-            pagemap.seek(8 * first)
-            entries = np.frombuffer(pagemap.read(8 * (last - first)), np.uint64)
-        assert len(entries) == last - first
-        return page * int(np.count_nonzero(entries >> np.uint64(62)))  # in memory, or swapped out
-
     mm = MemoryManager(1_000_000, 16)
     assert sum(array.nbytes for array in mm.state) > 100e6
     assert sum(map(resident, mm.state)) < 16e6

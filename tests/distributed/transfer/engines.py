@@ -107,7 +107,7 @@ def lone_engine() -> Engine:
     return Engine.load(num_frames=FRAMES, dtype=DTYPE)
 
 
-def check_given_back(engine: Engine, seconds: float = 10.0) -> None:
+def check_given_back(engine: Engine, seconds: float = 20.0) -> None:
     """Check that the engine holds no frame."""
     until = time.monotonic() + seconds
     while engine.cache.stats().mapped and time.monotonic() < until:

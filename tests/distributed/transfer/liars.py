@@ -17,13 +17,18 @@ from pagedkv.tiers.transfer.messages import Message, decode, encode
 from tests.tiers.stores import free_port
 from tests.tiers.world import SIZE, SPEC, World, content
 
+SILENCE = 10.0
+"""Seconds of silence that end a connection to a peer in hand. A shorter `timeout` of a test is that of frames alone,
+because a busy machine delays the signs of life.
+"""
+
 
 class Liar:
     """A peer over a link in hand. heard: the entries of all messages so far, by field. It beats until it is closed."""
 
     def __init__(self, address: str, memory: torch.Tensor, *, listens: bool, beats: bool = True) -> None:
         self.link, self.heard, self.is_cut = DistributedLink(address), dict[str, list[Any]](), threading.Event()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while True:
             try:
                 self.link.open(memory, listens=listens, timeout=5.0)
@@ -49,9 +54,9 @@ class Liar:
 
     def say(self, message: Message) -> None:
         with self._saying, contextlib.suppress(OSError, RuntimeError):
-            self.link.send(encode(message), 5.0)
+            self.link.send(encode(message), 20.0)
 
-    def hear(self, field: str, number: int = 1, seconds: float = 5.0) -> list[Any]:
+    def hear(self, field: str, number: int = 1, seconds: float = 20.0) -> list[Any]:
         """Wait until `number` entries of `field` were heard. Return all that were."""
         assert holds(lambda: len(self.heard.get(field, ())) >= number, seconds), f"{field}: {self.heard.get(field)}"
         return self.heard[field]
@@ -67,7 +72,7 @@ class Liar:
             thread.join()
 
 
-def holds(fact: Callable[[], object], seconds: float = 5.0) -> bool:
+def holds(fact: Callable[[], object], seconds: float = 20.0) -> bool:
     """Wait until `fact()` is true, at most `seconds`. Return whether it is."""
     until = time.monotonic() + seconds
     while not fact():
@@ -92,10 +97,11 @@ def lying_prefill(*, num_frames: int = 64, **options: Any) -> Iterator[tuple[Wor
     """Yield a decode side, and a peer in hand that is its prefill side."""
     address = f"127.0.0.1:{free_port()}"
     remote = RemotePrefill(DistributedLink(address), **({"min_tokens": 1} | options))
+    remote._channel._timeout = SILENCE
     world = World(PagedKVCache(SPEC, num_frames=num_frames, model="m", tiers=[remote]))
     liar = Liar(address, world.cache.storage.frames, listens=True)
     liar.say(remote.hello())
-    assert remote.wait(10)
+    assert remote.wait(20)
     try:
         yield world, remote, liar
     finally:
@@ -104,11 +110,12 @@ def lying_prefill(*, num_frames: int = 64, **options: Any) -> Iterator[tuple[Wor
 
 
 class Prefill:
-    """A prefill side, for peers in hand."""
+    """A prefill side, for peers in hand. silence: the seconds that it would accept, if it were not given SILENCE."""
 
     def __init__(self, **options: Any) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self.server = PrefillServer(DistributedLink(self.address), **options)
+        self.silence, self.server._channel._timeout = self.server._channel._timeout, SILENCE
         self.world = World(PagedKVCache(SPEC, num_frames=64, model="m", tiers=[self.server]))
         self.liars: list[Liar] = []
 

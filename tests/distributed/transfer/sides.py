@@ -59,7 +59,7 @@ class Sides:
         self.prefill = World(PagedKVCache(**(specs | options | (prefill or {})), tiers=[self.server]))
         self.decode = World(PagedKVCache(**(specs | options | (decode or {})), tiers=[self.remote]))
 
-    def serve(self, seconds: float = 5.0, chunk: int = 10**9) -> list[AskedPrompt]:
+    def serve(self, seconds: float = 20.0, chunk: int = 10**9) -> list[AskedPrompt]:
         """Compute what is asked for within `seconds`, in chunks. Return the prompts."""
         prompts = self.server.take(seconds)
         for prompt in prompts:
@@ -94,7 +94,7 @@ class Sides:
     def run(self, ids: Sequence[int], tenant: bytes = b"", salt: Any = b"", timeout: float = 20.0) -> int:
         """Fetch a prompt and compute the rest. Return how many tokens were not computed here."""
         fetch = self.decode.cache.fetch(ids, tenant=tenant, salt=salt, timeout=timeout)
-        assert fetch.wait(timeout + 1)
+        assert fetch.wait(timeout + 20)
         return self.decode.run(ids, tenant, salt)
 
     def run_at_random(self, seed: int, number: int) -> int:
@@ -113,12 +113,12 @@ class Sides:
             fetch = self.decode.cache.fetch(ids, tenant=tenant, timeout=3)
             if draw.random() < 0.2:
                 fetch.cancel()
-            assert fetch.wait(5)
+            assert fetch.wait(20)
             found += self.decode.run(ids, tenant)
             self.remote.wait(draw.choice([0.0, 1.0]))
         return found
 
-    def check_given_back(self, seconds: float = 5.0) -> None:
+    def check_given_back(self, seconds: float = 20.0) -> None:
         """Check that neither side holds a frame, and that the invariants hold."""
         until = time.monotonic() + seconds
         for world in (self.prefill, self.decode):
@@ -133,7 +133,7 @@ class Sides:
         self.prefill.cache.tiers.close()
 
     def __enter__(self) -> Sides:
-        assert self.remote.wait(10)
+        assert self.remote.wait(20)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,14 +27,14 @@ KEY = b"sixteen secret bytes"
 def test_pages_cross_while_the_prompt_is_computed() -> None:
     with Sides() as sides:
         fetch = sides.decode.cache.fetch(IDS)
-        [prompt] = sides.server.take(5)
+        [prompt] = sides.server.take(20)
         assert prompt.token_ids.tolist() == IDS
         sides.prefill.run(IDS[:20])
         assert holds(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
         assert fetch.num_verified == 5
         sides.prefill.run(IDS)
         sides.server.finish(prompt)
-        assert fetch.wait(5)
+        assert fetch.wait(20)
         assert fetch.tokens == pages(41) == sides.decode.run(IDS)
         assert (sides.remote.stats().loaded, sides.server.stats().stored) == (10, 10)
 
@@ -52,7 +52,7 @@ def test_a_prompt_that_the_other_side_knows_is_not_computed_again() -> None:
     with Sides() as sides:
         sides.prefill.run(IDS)
         fetch = sides.decode.cache.fetch(IDS)
-        assert fetch.wait(5)  # before the prompt was taken
+        assert fetch.wait(20)  # before the prompt was taken
         assert fetch.tokens == 40
 
 
@@ -94,8 +94,8 @@ def test_a_page_that_was_not_sent_under_the_key_is_a_miss(ours: bytes, theirs: b
 )
 def test_another_model_rank_or_dtype_is_refused(other: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     sides = Sides(decode=other)
-    assert not sides.remote.wait(1.0)
-    assert "the caches differ" in caplog.text
+    assert holds(lambda: "the caches differ" in caplog.text)
+    assert not sides.remote.wait(0.5)
     assert sides.run(IDS) == 0
     sides.check_given_back()
     sides.close()
@@ -158,7 +158,7 @@ def test_credits_of_frames_that_come_one_by_one_wait_for_others(monkeypatch: pyt
     with Sides() as sides:
         said = Said(monkeypatch, sides.other_link)
         fetch = sides.decode.cache.fetch(ids, timeout=20)
-        [prompt] = sides.server.take(5)
+        [prompt] = sides.server.take(20)
         for num_pages in range(1, 33):
             sides.prefill.run(ids[: num_pages * SIZE])
             assert holds(lambda number=num_pages: fetch.done or fetch.num_verified >= number)
@@ -191,12 +191,12 @@ def test_frames_of_a_gpu_go_through_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pages_that_the_other_side_has_evicted_are_missing() -> None:
     with Sides() as sides:
         fetch = sides.decode.cache.fetch(IDS)
-        [prompt] = sides.server.take(5)
+        [prompt] = sides.server.take(20)
         sides.prefill.run(IDS[:20])
         assert holds(lambda: fetch.done or fetch.num_verified >= 5)  # `done` lets it go on
         sides.prefill.cache.evict(64)
         sides.server.finish(prompt)
-        assert fetch.wait(5)
+        assert fetch.wait(20)
         assert sides.decode.run(IDS) == 20
 
 
@@ -211,7 +211,7 @@ def test_a_page_that_was_evicted_and_is_computed_again_crosses() -> None:
 def test_a_fetch_that_is_cancelled_gives_its_frames_back_and_stops_the_prefill() -> None:
     with Sides() as sides:
         fetch = sides.decode.cache.fetch(IDS)
-        [prompt] = sides.server.take(5)
+        [prompt] = sides.server.take(20)
         fetch.cancel()
         assert fetch.done
         sides.check_given_back()
@@ -223,19 +223,19 @@ def test_a_fetch_that_is_cancelled_gives_its_frames_back_and_stops_the_prefill()
 
 def test_a_prompt_that_is_never_computed_ends_at_the_deadline() -> None:
     with Sides() as sides:
-        fetch = sides.decode.cache.fetch(IDS, timeout=0.3)
         began = time.monotonic()
-        assert fetch.wait(5)
-        assert 0.2 < time.monotonic() - began < 2
+        fetch = sides.decode.cache.fetch(IDS, timeout=0.3)
+        assert fetch.wait(20)
+        assert 0.3 <= time.monotonic() - began < 20
         assert sides.decode.run(IDS) == 0
 
 
 def test_a_prompt_that_is_refused_is_computed_here() -> None:
     with Sides() as sides:
         fetch = sides.decode.cache.fetch(IDS)
-        [prompt] = sides.server.take(5)
+        [prompt] = sides.server.take(20)
         sides.server.finish(prompt, is_computed=False)
-        assert fetch.wait(5)
+        assert fetch.wait(20)
         assert sides.decode.run(IDS) == 0
 
 
@@ -246,7 +246,7 @@ def test_short_prompts_and_too_many_prompts_are_computed_here() -> None:
         second = sides.decode.cache.fetch([9, *IDS])
         assert (first.asked, second.asked) == (40, 0)
         sides.serve()
-        assert first.wait(5)
+        assert first.wait(20)
 
 
 def test_a_prompt_that_the_first_side_cannot_take_goes_to_the_next() -> None:
@@ -255,15 +255,15 @@ def test_a_prompt_that_the_first_side_cannot_take_goes_to_the_next() -> None:
     sides = [World(PagedKVCache(SPEC, num_frames=64, tiers=[server], model="m")) for server in servers]
     remotes = [RemotePrefill(DistributedLink(address), min_tokens=1, max_prompts=1) for address in addresses]
     decode = World(PagedKVCache(SPEC, num_frames=64, tiers=remotes, model="m"))
-    assert all(tier.wait(10) for tier in remotes)
+    assert all(tier.wait(20) for tier in remotes)
     prompts = [IDS, [9, *IDS], [8, *IDS]]
     fetches = [decode.cache.fetch(ids) for ids in prompts]
     assert [fetch.source for fetch in fetches] == [{"prefill": 10}, {"prefill-2": 10}, {}]
     for world, server in zip(sides, servers, strict=True):
-        [prompt] = server.take(5)
+        [prompt] = server.take(20)
         world.run(prompt.token_ids.tolist())
         server.finish(prompt)
-    assert all(fetch.wait(5) for fetch in fetches)
+    assert all(fetch.wait(20) for fetch in fetches)
     assert [decode.run(ids) for ids in prompts] == [40, 40, 0]
     for world in (decode, *sides):
         world.cache.tiers.close()
@@ -275,13 +275,13 @@ def test_a_prompt_goes_to_the_side_that_has_the_fewest_tokens_to_compute_before_
     sides = [World(PagedKVCache(SPEC, num_frames=64, tiers=[server], model="m")) for server in servers]
     remotes = [RemotePrefill(DistributedLink(address), min_tokens=1) for address in addresses]
     decode = World(PagedKVCache(SPEC, num_frames=128, tiers=remotes, model="m"))
-    assert all(tier.wait(10) for tier in remotes)
+    assert all(tier.wait(20) for tier in remotes)
     prompts = [[9, *IDS], [8, *IDS], [7, *IDS, *IDS], [6, *IDS], [7, *IDS, *range(60, 90)]]
     fetches = [decode.cache.fetch(ids) for ids in prompts[:4]]
     assert [list(fetch.source) for fetch in fetches] == [["prefill"], ["prefill-2"], ["prefill"], ["prefill-2"]]
 
     def compute() -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 20
         while not all(fetch.done for fetch in fetches) and time.monotonic() < until:
             for world, server in zip(sides, servers, strict=True):
                 for prompt in server.take(0.01):
@@ -301,15 +301,15 @@ def test_a_prompt_goes_to_the_side_that_has_the_fewest_tokens_to_compute_before_
 def test_a_connection_that_is_cut_costs_its_pages_and_comes_again() -> None:
     with Sides() as sides:
         fetch = sides.decode.cache.fetch(IDS)
-        [prompt] = sides.server.take(5)
+        [prompt] = sides.server.take(20)
         sides.prefill.run(IDS[:20])
         sides.link.cut()
-        assert fetch.wait(5)
+        assert fetch.wait(20)
         assert sides.decode.run(IDS) in range(0, 24, 4)
         assert holds(lambda: prompt.is_cancelled)  # the other side may hear of the end later
         sides.server.finish(prompt)  # too late: nothing happens
         assert prompt.is_cancelled
-        assert sides.remote.wait(10)
+        assert sides.remote.wait(20)
         with sides.serving():
             assert sides.run([7, *IDS]) == 40
 
@@ -324,7 +324,7 @@ def test_a_pool_that_is_resized_goes_on() -> None:
         for size in (24, 96):
             sides.prefill.cache.resize(size)
             sides.prefill.cache.tiers.pump()
-            assert sides.decode.cache.fetch(IDS).wait(5)
+            assert sides.decode.cache.fetch(IDS).wait(20)
             assert sides.decode.run(IDS) == 40
             sides.decode.cache.evict(64)
 
@@ -333,7 +333,7 @@ def test_forgotten_pages_do_not_cross() -> None:
     with Sides() as sides:
         sides.prefill.run(IDS)
         sides.prefill.cache.forget()
-        assert sides.decode.cache.fetch(IDS).wait(5)
+        assert sides.decode.cache.fetch(IDS).wait(20)
         assert sides.decode.run(IDS) == 0
 
 
@@ -341,13 +341,13 @@ def test_forgotten_pages_do_not_cross() -> None:
 def test_a_peer_that_sends_nonsense_is_cut_off() -> None:
     with Sides() as sides:
         for words in (b"x", b"[]", b'{"offers": [[1]]}', b'{"offers": [[1, "zz", 0]]}', b'{"dones": [5]}'):
-            assert sides.remote.wait(10)
+            assert sides.remote.wait(20)
             assert holds(lambda: sides.server.is_connected)
             for link in (sides.link, sides.other_link):
                 with contextlib.suppress(OSError, RuntimeError):
                     link.send(words, 1.0)
             time.sleep(0.1)
-        assert sides.remote.wait(10)
+        assert sides.remote.wait(20)
         with sides.serving():
             assert sides.run(IDS) == 40
 

@@ -47,11 +47,11 @@ def test_a_second_decode_process_is_told_to_have_a_server_of_its_own_and_is_next
         liar = prefill.liar()
         tier = RemotePrefill(DistributedLink(prefill.address))
         cache = cache_over(tier)
-        assert not tier.wait(6)
-        assert "serves another decode process" in caplog.text
+        assert holds(lambda: "serves another decode process" in caplog.text, 30)
+        assert not tier.is_connected
         assert not liar.is_cut.is_set()
         liar.close()
-        assert tier.wait(15)
+        assert tier.wait(30)
         cache.tiers.close()
 
 
@@ -96,7 +96,7 @@ def test_prompts_beyond_max_prompts_are_computed_here_however_many_are_remembere
         fetches = [sides.decode.cache.fetch([number, *IDS]) for number in range(5)]
         assert [fetch.asked for fetch in fetches] == [40, 40, 40, 0, 0]
         with sides.serving():
-            assert all(fetch.wait(5) for fetch in fetches)
+            assert all(fetch.wait(20) for fetch in fetches)
         assert [sides.decode.run([number, *IDS]) for number in range(5)] == [40, 40, 40, 0, 0]
 
 
@@ -106,7 +106,7 @@ def test_several_long_prompts_go_in_messages_of_their_own(monkeypatch: pytest.Mo
         prompts = [[number, *range(10**6, 10**6 + 900)] for number in range(4)]
         fetches = [sides.decode.cache.fetch(ids) for ids in prompts]
         with sides.serving():
-            assert all(fetch.wait(10) for fetch in fetches)
+            assert all(fetch.wait(20) for fetch in fetches)
             assert [sides.decode.run(ids) for ids in prompts] == [900] * 4
 
 
@@ -244,17 +244,17 @@ def test_a_side_that_is_closed_while_it_connects_leaves_no_thread() -> None:
         def open(self, *arguments: object, **options: object) -> None:
             super().open(*arguments, **options)  # type: ignore[arg-type]
             opened.set()
-            may_go_on.wait(5)
+            may_go_on.wait(20)
 
     opened, may_go_on = threading.Event(), threading.Event()
     address = f"127.0.0.1:{free_port()}"
     tier = RemotePrefill(Slow(address))
     cache = cache_over(tier)
     liar = Liar(address, cache.storage.frames, listens=True)
-    assert opened.wait(5)
+    assert opened.wait(20)
     tier.close(0.1)
     may_go_on.set()
-    assert holds(lambda: not tier._channel._keeper.is_alive(), 3)
+    assert holds(lambda: not tier._channel._keeper.is_alive())
     liar.close()
     cache.tiers.close()
 
@@ -266,7 +266,7 @@ def fetched(sides: Sides, ids: list[int]) -> None:
     """Fetch, open and compute a prompt, and cancel another one."""
     other = sides.decode.cache.fetch([9, *ids], timeout=2)
     fetch = sides.decode.cache.fetch(ids, timeout=2)
-    fetch.wait(5)
+    fetch.wait(20)
     sides.decode.check_found(ids)
     other.cancel()
     sides.decode.run(ids)
@@ -289,8 +289,7 @@ def test_an_interrupt_leaves_a_decode_side_that_goes_on(seed: int) -> None:
             cache.recover()
             cache.check()
             assert cache.stats().mapped == 0
-            assert sides.remote.wait(10)
-            assert sides.run([next(numbers), *IDS]) == 40
+            assert holds(lambda: sides.remote.wait(20) and sides.run([next(numbers), *IDS]) == 40)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -307,17 +306,17 @@ def test_an_interrupt_leaves_a_prefill_side_that_goes_on(seed: int) -> None:
     with Sides(num_frames=128) as sides:
         thread = threading.Thread(target=decode, args=(sides,))
         thread.start()
-        total = count_instructions(lambda: sides.serve(5))
-        for at in [draw.randrange(1, total) for _ in range(4)]:
-            with contextlib.suppress(KeyboardInterrupt):
-                Interrupter(at).run(lambda: sides.serve(5))
-            sides.prefill.cache.recover()
-            sides.prefill.cache.check()
-            before = len(found)
-            while len(found) < before + 2:
+        try:
+            total = count_instructions(sides.serve)
+            for at in [draw.randrange(1, total) for _ in range(4)]:
+                with contextlib.suppress(KeyboardInterrupt):
+                    Interrupter(at).run(sides.serve)
+                sides.prefill.cache.recover()
+                sides.prefill.cache.check()
+                before = len(found) + 1  # the prompt that is under way may have been served before the interrupt
+                assert holds(lambda first=before: (sides.serve(0.05), 40 in found[first:])[1], 30)
+        finally:
+            done.set()
+            while thread.is_alive():
                 sides.serve(0.05)
-            assert 40 in found[before:]
-        done.set()
-        while thread.is_alive():
-            sides.serve(0.05)
-        sides.decode.cache.own()
+            sides.decode.cache.own()

@@ -36,7 +36,7 @@ with Sides(num_frames=48, link=NixlLink) as sides, sides.serving(chunk=16):
     sides.decode.cache.resize(64)
     sides.run([6, *range(41)])  # finds that the registered memory is gone, and connects again
     time.sleep(1.0)
-    assert sides.remote.wait(10)
+    assert sides.remote.wait(20)
     assert sides.run([7, *range(41)]) == 40
     assert sides.run_at_random(int(sys.argv[1]), 40) > 0
 print("all held", flush=True)
@@ -101,7 +101,7 @@ def test_a_message_does_not_wait_for_reads_and_the_end_of_a_read_needs_no_call(m
     def speak() -> None:
         speaker = threading.Thread(target=link.send, args=(b"credits", 1.0), daemon=True)
         speaker.start()
-        speaker.join(5)
+        speaker.join(20)
         assert not speaker.is_alive()
 
     link._agent = agent = OneCall(speak)
