@@ -1,7 +1,7 @@
 """Channel: the connection of one side of a transfer. If it ends it is opened again, until the channel is closed.
 
     keeper thread    open ─▶ hear, hear, hear ... ─▶ cut ─▶ `lost` ─▶ a moment later, open again
-    speaker thread   what is due, as soon as there is something; else a sign of life, BEATS times in `timeout`
+    speaker thread   what is due, as soon as there is something; else a sign of life
 
 A peer that was silent for `timeout` seconds counts as dead: the speaker cuts the link, and everything that waits for it
 raises. A killed process is noticed at once, because its system closes the connection.
@@ -31,6 +31,8 @@ from pagedkv.tiers.transfer.messages import Message, decode, encode
 _LOG = logging.getLogger(__name__)
 
 BEATS: Final = 5
+BEAT: Final = 0.2
+"""Seconds at most between two signs of life: no side knows the `timeout` of the other one, which may be shorter."""
 LONGEST: Final = 86_400.0
 """Seconds of the longest timeout."""
 AGAIN: Final = 0.25
@@ -164,7 +166,7 @@ class Channel:
     # -- the speaker ---------------------------------------------------------------------------------------------------
 
     def _speak(self, over: threading.Event) -> None:
-        beat, said_at = self._timeout / BEATS, time.monotonic()
+        beat, said_at = min(BEAT, self._timeout / BEATS), time.monotonic()
         try:
             self._link.send(encode(self._side.hello()), self._timeout)
             while not (over.is_set() or self._is_closed):

@@ -320,3 +320,12 @@ def test_an_interrupt_leaves_a_prefill_side_that_goes_on(seed: int) -> None:
             while thread.is_alive():
                 sides.serve(0.05)
             sides.decode.cache.own()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(3.0, 60.0), (60.0, 3.0)])
+def test_sides_with_different_timeouts_stay_connected(ours: float, theirs: float) -> None:
+    """No side knows the timeout of the other one."""
+    with Sides(remote={"timeout": ours}, server={"timeout": theirs}) as sides:
+        session = sides.link._meeting._last
+        assert not holds(lambda: sides.link._meeting._last > session, 4)
+        assert sides.remote.is_connected
