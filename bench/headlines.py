@@ -36,6 +36,12 @@ class Headline:
     rows: tuple[Row, ...] = ()
 
     @property
+    def days(self) -> str:
+        """The day of its rows, or the first and the last."""
+        found = sorted({row["when"][:10] for row in self.rows or (self.source,)})
+        return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether too few turns of a figure count."""
         return any(row.get("clean") == 0 for row in self.rows)

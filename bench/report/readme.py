@@ -57,8 +57,7 @@ def _drawn(lines: list[Headline]) -> list[Any]:
 def _table(lines: list[Headline]) -> str:
     heads = ["| | pagedkv | beside it | measured |", "|---|---|---|---|"]
     measured = [
-        f"`pagedkv bench {line.benchmark}`, {line.source['when'][:10]}{', disturbed' if line.is_disturbed else ''}"
-        for line in lines
+        f"`pagedkv bench {line.benchmark}`, {line.days}{', disturbed' if line.is_disturbed else ''}" for line in lines
     ]
     table = [
         f"| {line.question} | **{line.ours}** | {'; '.join(line.beside)} | {words} |"

@@ -15,7 +15,7 @@ from pagedkv.cache.sizes import FIRST_SHARE, SHARE_OF_GPU, grown
 from pagedkv.core import AddressSpace
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from tests.cache.test_resize import SPEC, read, store
-from tests.core.cost.memory import PAGEMAP, resident
+from tests.core.cost.memory import IS_THERE, resident
 
 MOST = 64
 
@@ -126,7 +126,7 @@ def test_a_cache_without_a_size_holds_half_of_the_memory_that_is_available(monke
     assert 2**27 < sizes.memory_for_a_pool(torch.device("cpu")) < 2**45
 
 
-@pytest.mark.skipif(not PAGEMAP.exists(), reason="reads /proc of Linux")
+@pytest.mark.skipif(not IS_THERE, reason="reads /proc of Linux")
 def test_a_pool_of_half_of_the_memory_takes_what_is_written() -> None:
     """The test counts pages of the pool's arrays alone, because other threads of the process take memory too."""
     spec = KVSpec(num_layers=8, num_kv_heads=8, head_dim=128)

@@ -237,7 +237,7 @@ def free_port() -> int:
     A process may take seconds until it listens there. Each worker of pytest has a thousand ports, and each process
     begins elsewhere among them.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
+    worker = int("".join(filter(str.isdigit, os.environ.get("PYTEST_XDIST_WORKER", ""))) or 0) % 12
     for number in itertools.islice(_NUMBERS, 1000):
         port = 20_000 + 1000 * worker + number % 1000
         with socket.socket() as free, contextlib.suppress(OSError):

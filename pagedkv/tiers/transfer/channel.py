@@ -31,7 +31,7 @@ from pagedkv.tiers.transfer.messages import Message, decode, encode
 _LOG = logging.getLogger(__name__)
 
 BEATS: Final = 5
-BEAT: Final = 0.2
+BEAT: Final = 0.5
 """Seconds at most between two signs of life: no side knows the `timeout` of the other one, which may be shorter."""
 LONGEST: Final = 86_400.0
 """Seconds of the longest timeout."""

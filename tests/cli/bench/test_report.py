@@ -138,6 +138,16 @@ def test_a_disturbed_headline_says_so_everywhere(clean, is_disturbed, tmp_path, 
     assert ("1, disturbed |" in made, "that is called disturbed" in made) == (is_disturbed, is_disturbed)
 
 
+def test_the_readme_tells_the_first_and_the_last_day_of_the_rows_of_a_figure():
+    case = {"bench": "generate", "case": "decode", "batch": 1, "context": 128, "machine": "here", "commit": "c"}
+    given = [
+        case | {"variant": "pagedkv", "over_bound": 1.2, "median": 20.0, "when": "2026-11-28T11:31:21Z"},
+        case | {"variant": "OpenVINO", "over_bound": 1.4, "median": 30.0, "when": "2026-11-27T10:00:00Z"},
+    ]
+    assert "`pagedkv bench generate`, 2026-11-27 to 2026-11-28 |" in readme._table(headlines(given))
+    assert "`pagedkv bench generate`, 2026-11-28 |" in readme._table(headlines(given[:1]))
+
+
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)

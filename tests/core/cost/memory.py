@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 PAGEMAP = Path("/proc/self/pagemap")
 """Linux has it: one word of 64 bits for each page of this process."""
+IS_THERE = os.access(PAGEMAP, os.R_OK)
 AT_ONCE = 2**20
 """Words that are read at a time."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pagedkv.core import MemoryManager
-from tests.core.cost.memory import PAGEMAP, resident
+from tests.core.cost.memory import IS_THERE, resident
 
 BATCH, STEPS = 64, 1000
 
@@ -100,14 +100,20 @@ def test_there_is_no_object_for_a_frame() -> None:
     assert least(lambda: abs(objects(100_000) - objects(1000))) < 20
 
 
-@pytest.mark.skipif(not PAGEMAP.exists(), reason="reads /proc of Linux")
+@pytest.mark.skipif(not IS_THERE, reason="reads /proc of Linux")
 def test_a_pool_takes_no_memory_for_frames_that_were_never_used() -> None:
     """A pool of a million frames takes a few ms to make, also in a process that has just begun.
 
     The test counts pages of the pool's arrays alone, because other threads of the process take memory too.
     """
-    mm = MemoryManager(1_000_000, 16)
-    assert sum(array.nbytes for array in mm.state) > 100e6
+    tracemalloc.start()
+    try:
+        mm = MemoryManager(1_000_000, 16)
+        allocated = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 100e6 < sum(array.nbytes for array in mm.state) < allocated + 1e6
+    assert allocated - sum(array.nbytes for array in mm.state) < 1e6
     assert sum(map(resident, mm.state)) < 16e6
     mm.state.frames.view(np.uint8)[: 20 << 20] = 0
     assert sum(map(resident, mm.state)) > 16e6

@@ -17,7 +17,7 @@ from pagedkv.tiers.transfer.messages import Message, encode, window_of
 from pagedkv.tiers.transfer.messages import hello as ours_of
 from tests.tiers.stores import free_port
 
-from .liars import Liar, Prefill, has_all_frames, holds, lying_prefill, page
+from .liars import SILENCE, Liar, Prefill, has_all_frames, holds, lying_prefill, page
 
 IDS = list(range(41))
 OTHER = list(range(100, 141))
@@ -51,7 +51,7 @@ def test_a_frame_that_was_offered_and_does_not_come_is_given_back() -> None:
         fetch = world.cache.fetch(IDS, timeout=20)
         [number, *_] = liar.hear("wants")[0]
         liar.say({"offers": [[number, sum_of(page(IDS, 0)), 0]]})
-        assert fetch.wait(20)
+        assert fetch.wait(SILENCE - 2)  # which would end it, too
         assert has_all_frames(world)
         assert not remote.is_connected
 

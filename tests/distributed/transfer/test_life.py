@@ -289,7 +289,8 @@ def test_an_interrupt_leaves_a_decode_side_that_goes_on(seed: int) -> None:
             cache.recover()
             cache.check()
             assert cache.stats().mapped == 0
-            assert holds(lambda: sides.remote.wait(20) and sides.run([next(numbers), *IDS]) == 40)
+            assert sides.remote.wait(20)
+            assert 40 in (sides.run([next(numbers), *IDS]) for _ in range(2))
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -322,10 +323,11 @@ def test_an_interrupt_leaves_a_prefill_side_that_goes_on(seed: int) -> None:
             sides.decode.cache.own()
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(3.0, 60.0), (60.0, 3.0)])
-def test_sides_with_different_timeouts_stay_connected(ours: float, theirs: float) -> None:
-    """No side knows the timeout of the other one."""
-    with Sides(remote={"timeout": ours}, server={"timeout": theirs}) as sides:
-        session = sides.link._meeting._last
-        assert not holds(lambda: sides.link._meeting._last > session, 4)
-        assert sides.remote.is_connected
+@pytest.mark.parametrize("side", ["link", "other_link"])
+def test_a_side_with_a_long_timeout_says_something_often(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No side knows the timeout of the other one, which may be shorter."""
+    with Sides(remote={"timeout": 60.0}, server={"timeout": 60.0}) as sides:
+        link, said = getattr(sides, side), list[bytes]()
+        send = link.send
+        monkeypatch.setattr(link, "send", lambda message, timeout: (said.append(message), send(message, timeout))[1])
+        assert holds(lambda: len(said) >= 5)  # within 20 s

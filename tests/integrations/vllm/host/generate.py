@@ -4,9 +4,9 @@ job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs":
 A job with "adapter", the folder of a LoRA, uses it for every second prompt.
 A job with "warm", a prompt, computes it first.
 A job with "backend", the path of a class, gives it to vLLM as the backend CUSTOM.
+A job with "pages", true, is told KiB of the engine's processes on huge pages: "huge_pages".
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
-Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache,
-"huge_pages": KiB of the engine's processes, ...}.
+Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache, ...}.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
         "logprobs": logprobs,
         "seconds": seconds,
         "preempted": preempted,
-        "huge_pages": sum(map(huge_pages_of, psutil.Process().children(recursive=True))),
+        "huge_pages": sum(map(huge_pages_of, psutil.Process().children(recursive=True))) if job.get("pages") else None,
     }
     json.dump(written, out)
     out.flush()

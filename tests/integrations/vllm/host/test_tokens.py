@@ -126,7 +126,8 @@ def test_workers_sleep_where_they_have_all_cores(folder: Path) -> None:
 
 @pytest.mark.skipif("[madvise]" not in HUGE_PAGES_OF_LINUX, reason="Linux does not leave huge pages to programs")
 def test_tensors_lie_on_huge_pages_unless_the_variable_of_torch_says_no(folder: Path) -> None:
-    run: dict[str, Any] = {"model": model_in(folder, "llama"), "job": {"prompts": prompts(4, 300), "max_tokens": 4}}
+    job = {"prompts": prompts(4, 300), "max_tokens": 4, "pages": True}
+    run: dict[str, Any] = {"model": model_in(folder, "llama"), "job": job}
     found, small = generate(environ=OURS, **run), generate(environ=OURS | {"THP_MEM_ALLOC_ENABLE": "0"}, **run)
     assert found["huge_pages"] > 0 == small["huge_pages"]
     assert found["tokens"] == small["tokens"]
