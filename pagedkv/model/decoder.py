@@ -204,8 +204,11 @@ class Decoder:
                 q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
             ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
             call.store(k, v, batches[i])
-            attended = call.attend(q, batches[i], out=attended)
-            ops.linear_add(x, attended.flatten(1), at.out, at.out_bias, at.attention_out_norm, eps, add)
+            before = attended
+            attended = call.attend(q, batches[i], out=before)
+            if i == 0 or attended is not before:
+                rows = attended.flatten(1)
+            ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps, add)
             gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
             ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps, add)
         if logits_of is not None:
