@@ -178,8 +178,7 @@ class Decoder:
 
         layers:   the pool; for many steps, the result of `bind`
         backend:  a kernel's name, or None for the fastest
-        memory:   for T tokens, used for the results; None to allocate. The logits returned are overwritten by the
-                  next step that uses it.
+        memory:   for T tokens, for the results; None to allocate. The next step that uses it overwrites the logits.
         Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all T;
                   returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots; `memory`
@@ -198,14 +197,12 @@ class Decoder:
         # Each layer stores its results where the first one did.
         qkv, attended, gated = (memory.qkv, memory.attended, memory.gated) if memory else (None, None, None)
         for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
-            before = qkv
-            qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, before)
+            before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
             if i == 0 or qkv is not before:
                 q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
             ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
             call.store(k, v, batches[i])
-            before = attended
-            attended = call.attend(q, batches[i], out=before)
+            before, attended = attended, call.attend(q, batches[i], out=attended)
             if i == 0 or attended is not before:
                 rows = attended.flatten(1)
             ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps, add)
