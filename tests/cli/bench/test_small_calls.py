@@ -90,15 +90,13 @@ def test_a_small_call_keeps_its_ratio_to_a_call_of_python_or_torch(benchmark, ma
     pair = make()
     benchmark.pedantic(pair.ours, rounds=20, warmup_rounds=5)  # the figure that --benchmark-compare compares
     ratio = pair.ratio()
-    for _ in range(2):  # a neighbour on the same core may slow ours more than the peer
-        ratio = ratio if ratio < pair.most else pair.ratio()
     benchmark.extra_info["ratio"] = ratio
     assert ratio < pair.most
 
 
 @needs_compiler
-def test_a_step_that_is_made_three_times_does_not_keep_it():
+def test_a_step_that_is_made_twice_does_not_keep_it():
     pair = step(2.7)
     single = pair.ours
-    pair.ours = lambda: single() + single() + single()
+    pair.ours = lambda: single() + single()
     assert pair.ratio() > pair.most
