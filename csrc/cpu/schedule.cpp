@@ -8,7 +8,7 @@
 // that finishes last folds them, in the order of their keys. With split_tokens the chunks are given, and a unit folds
 // its own: the same sums in the same order on every thread, so neither the rest of the batch nor the number of threads
 // changes a bit. Threads take units from a common counter, the most expensive first where costs differ much (causal
-// tiles: the last tile sees most keys).
+// tiles: the last tile sees most keys). Before a unit, a thread may copy pages of a tier (moves/spread.hpp).
 #include "schedule.hpp"
 
 #include <algorithm>
@@ -19,6 +19,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "moves/spread.hpp"
 #include "team.hpp"
 
 namespace pagedkv {
@@ -181,6 +182,7 @@ void run_attention(const Isa& isa, const Attention& a, int threads) {
     run_team(threads, [&](int thread) {
         char* mine = memory + thread * scratch_bytes;
         for (int64_t i; (i = next++) < count;) {
+            if (i < count / 2) help_to_copy(threads);  // the others have units left meanwhile
             const Unit& u = partition.units[static_cast<size_t>(i)];
             Scratch scratch = scratch_of(a, u);
             isa.attend(a, u, scratch, mine);
@@ -236,8 +238,10 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
         isa.take(l, mine);
         for (int i = 0; i < threads; i++) {
             int64_t owner = (thread + i) % threads, first = owner * range, end = std::min(first + range, l.N);
-            for (int64_t at; (at = first + taken[owner].fetch_add(run)) < end;)
+            for (int64_t at; (at = first + taken[owner].fetch_add(run)) < end;) {
+                if (at < (first + end) / 2) help_to_copy(threads);  // the others can help with this range
                 isa.linear(l, at, std::min(at + run, end), mine);
+            }
         }
     });
 }

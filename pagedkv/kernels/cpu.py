@@ -32,7 +32,7 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-if _cpu is not None and not hasattr(_cpu, "copy_and_sum"):
+if _cpu is not None and not hasattr(_cpu, "copy_runs"):
     _cpu, _missing = None, "it was built from older sources"
 
 

@@ -5,6 +5,8 @@
 
 The copy of a page computes its checksum (see PoolView): that of a store is kept, that of a load is compared with it. No
 prompt can find the frame of a load before it was compared. If the pool is on a GPU, the checksum is that of the slot.
+
+With a limit, a copy is spread over the time that the limit gives it, so that threads that compute can take it over.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from pagedkv.tiers.checksum import SUM_BYTES
 from pagedkv.tiers.pool_view import Numbers, PoolView
 from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
 
+LEAST_SPEED: Final = 1e9
+"""Bytes per second below which no copy is spread: its owner may wait for it."""
+OF_LIMIT: Final = 0.95
+"""The part of its time that a copy may take, so that the next one begins in time."""
 _NO_SUM: Final = bytes(SUM_BYTES)
 """The checksum of a page that is not verified."""
 
@@ -32,7 +38,8 @@ class HostTier(SlotTier):
 
     size:   bytes, or text like "16GiB".
     verify: whether each load compares a checksum. Without, a bit that flips in host memory is not seen.
-    limit:  the most bytes a second that the tier moves, "2GB" or an int; None for no limit.
+    limit:  the most bytes a second that the tier moves, "2GB" or an int; None for no limit. With a limit, the threads
+            that compute on a CPU copy the pages, where they leave no core to the tier.
     policy: the order in which pages are evicted, see MemoryManager.
     Raises: InvalidRequest. When the cache is made: InvalidRequest if the machine has too little memory
     """
@@ -62,7 +69,8 @@ class HostTier(SlotTier):
         pool = self._pool
         assert pool is not None
         slots, frames = _places(moves)
-        sums = pool.read(frames, self._memory, slots, moves[0].job.fence, is_summed=self._verifies)
+        fence, seconds = moves[0].job.fence, self._seconds(len(moves))
+        sums = pool.read(frames, self._memory, slots, fence, is_summed=self._verifies, seconds=seconds)
         held = pool.hold(frames, np.array([move.stamp for move in moves]))  # a page that changed meanwhile is seen
         for move, total, is_whole in zip(moves, sums or [_NO_SUM] * len(moves), held.tolist(), strict=True):
             if is_whole:
@@ -71,12 +79,21 @@ class HostTier(SlotTier):
                 move.why = CHANGED
 
     def _load(self, moves: Sequence[Move]) -> None:
-        assert self._pool is not None
+        pool = self._pool
+        assert pool is not None
         slots, frames = _places(moves)
-        sums = self._pool.write(frames, self._memory, slots, moves[0].job.fence, is_summed=self._verifies)
+        fence, seconds = moves[0].job.fence, self._seconds(len(moves))
+        sums = pool.write(frames, self._memory, slots, fence, is_summed=self._verifies, seconds=seconds)
         for move, total in zip(moves, sums or [_NO_SUM] * len(moves), strict=True):
             if self._seals[move.slot] != move.key.name + total:
                 move.why = CORRUPT
+
+    def _seconds(self, num_pages: int) -> float:
+        """Return how long a copy of so many pages may take: the time that the limit gives it, if there is a limit."""
+        if self._limit is None:
+            return 0.0
+        assert self._pool is not None
+        return OF_LIMIT * num_pages * self._pool.frame_bytes / max(self._limit, LEAST_SPEED)
 
     def _void(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -2,8 +2,9 @@
 
 Runs in host memory are copied in one call without the GIL, so that other threads compute meanwhile. The call computes
 checksums of runs of 241 bytes and more while it copies (csrc/cpu/moves/runs.cpp). Without the extension, and of shorter
-runs, they are computed of what has arrived. Copies from and to a GPU run on a stream of the calling thread, after a
-fence that the owner of the pool has recorded.
+runs, they are computed of what has arrived. A call that has time lets the threads of attention and of linear operations
+copy (csrc/cpu/moves/spread.hpp). Copies from and to a GPU run on a stream of the calling thread, after a fence that the
+owner of the pool has recorded.
 """
 
 from __future__ import annotations
@@ -77,31 +78,52 @@ class PoolView:
         return event
 
     def read(
-        self, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: Fence = None, *, is_summed: bool = False
+        self,
+        frames: Numbers,
+        into: torch.Tensor,
+        rows: Numbers,
+        fence: Fence = None,
+        *,
+        is_summed: bool = False,
+        seconds: float = 0.0,
     ) -> list[bytes]:
         """Copy each of `frames` (int64 [n]) to a row of `into` (uint8 [N, frame_bytes], on the host), and wait.
 
+        seconds: how long the copy may take, see copy_runs; a copy from a GPU takes none of it.
         Return the checksum (without a key) of each page if `is_summed`, else an empty list.
         """
-        return self._copy((into, rows), (self.frames, frames), fence, is_summed)
+        return self._copy((into, rows), (self.frames, frames), fence, is_summed, seconds)
 
     def write(
-        self, frames: Numbers, source: torch.Tensor, rows: Numbers, fence: Fence = None, *, is_summed: bool = False
+        self,
+        frames: Numbers,
+        source: torch.Tensor,
+        rows: Numbers,
+        fence: Fence = None,
+        *,
+        is_summed: bool = False,
+        seconds: float = 0.0,
     ) -> list[bytes]:
         """Copy rows of `source` (uint8 [N, frame_bytes], on the host) to `frames` (int64 [n]), and wait.
 
+        seconds: how long the copy may take, see copy_runs; a copy to a GPU takes none of it.
         Return the checksum (without a key) of each page if `is_summed`, else an empty list.
         """
-        return self._copy((self.frames, frames), (source, rows), fence, is_summed)
+        return self._copy((self.frames, frames), (source, rows), fence, is_summed, seconds)
 
     def _copy(
-        self, to: tuple[torch.Tensor, Numbers], source: tuple[torch.Tensor, Numbers], fence: Fence, is_summed: bool
+        self,
+        to: tuple[torch.Tensor, Numbers],
+        source: tuple[torch.Tensor, Numbers],
+        fence: Fence,
+        is_summed: bool,
+        seconds: float,
     ) -> list[bytes]:
         (target, places), (origin, rows) = to, source
         if not self.is_cuda:
             size = self.frame_bytes
             to_bytes, from_bytes = target.data_ptr() + places * size, origin.data_ptr() + rows * size
-            return copy_runs(to_bytes, from_bytes, size, is_summed=is_summed)
+            return copy_runs(to_bytes, from_bytes, size, is_summed=is_summed, seconds=seconds)
         stream = self._stream()
         if fence is not None:
             stream.wait_event(fence)
@@ -121,18 +143,21 @@ class PoolView:
         return stream
 
 
-def copy_runs(targets: Numbers, sources: Numbers, num_bytes: int, *, is_summed: bool = False) -> list[bytes]:
+def copy_runs(
+    targets: Numbers, sources: Numbers, num_bytes: int, *, is_summed: bool = False, seconds: float = 0.0
+) -> list[bytes]:
     """Copy `num_bytes` bytes from each source to its target. Runs must not overlap.
 
+    seconds: how long the copy of all runs may take. Threads that compute on all CPUs of this thread copy meanwhile; if
+        none does, this thread copies after half of the time. With 0, and without the extension, it copies at once.
     Return the checksum (without a key) of each run if `is_summed`, else an empty list.
     Shapes: targets, sources int64 [n], addresses
     """
     is_fused = is_summed and num_bytes >= LEAST_LONG and not cpu.missing()
     sums = np.empty((len(targets) if is_fused else 0, SUM_BYTES), np.uint8)
     if not cpu.missing():
-        cpu.extension().copy_and_sum(
-            targets.ctypes.data, sources.ctypes.data, len(targets), num_bytes, sums.ctypes.data if is_fused else 0
-        )
+        into = sums.ctypes.data if is_fused else 0
+        cpu.extension().copy_runs(targets.ctypes.data, sources.ctypes.data, len(targets), num_bytes, into, seconds)
     else:
         for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
             ctypes.memmove(target, source, num_bytes)

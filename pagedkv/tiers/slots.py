@@ -36,6 +36,9 @@ from pagedkv.tiers.tier import CLOSING, KEY_BYTES, Job, Key, Op, Result, Tier, T
 
 PART: Final = 16 << 20
 """Bytes that a thread moves at a time. A load waits for at most one such part."""
+MOST_PART: Final = 64 << 20
+PARTS_PER_SECOND: Final = 32
+"""With a limit, a part has up to MOST_PART bytes while there are so many parts a second. Each part wakes a thread."""
 MOST_STORES: Final = 64
 MOST_BYTES: Final = 64 << 20
 """Pages that are stored at a time: MOST_STORES, or MOST_BYTES if these are more pages."""
@@ -171,7 +174,8 @@ class SlotTier(Tier):
         moves = [Move(job, key, int(frame), slot) for key, frame, slot in zip(keys, frames, found, strict=True)]
         begun = self._begin_loads(moves) if op is Op.LOAD else self._begin_stores(moves)
         size = self._pool.frame_bytes
-        each = max(1, min(PART // size, -(-len(begun) // self.num_threads)))
+        most = PART if self._limit is None else max(PART, min(MOST_PART, int(self._limit) // PARTS_PER_SECOND))
+        each = max(1, min(most // size, -(-len(begun) // self.num_threads)))
         for first in range(0, len(begun), each):
             part = begun[first : first + each]
             self._mover.put(

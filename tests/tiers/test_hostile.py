@@ -109,7 +109,14 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
     copy = PoolView.read
 
     def slow(
-        self: PoolView, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: object = None, *, is_summed: bool
+        self: PoolView,
+        frames: Numbers,
+        into: torch.Tensor,
+        rows: Numbers,
+        fence: object = None,
+        *,
+        is_summed: bool,
+        seconds: float,
     ) -> list[bytes]:
         half, at, there = self.frame_bytes // 2, torch.from_numpy(frames), torch.from_numpy(rows)
         into[there, :half] = self.frames[at, :half]

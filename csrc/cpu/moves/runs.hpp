@@ -5,9 +5,27 @@
 
 namespace pagedkv {
 
-void copy_run(char* to, const char* from, int64_t bytes);
+typedef uint64_t Words __attribute__((vector_size(16)));
 
-// bytes: 241 or more. checksum: the 16 bytes of the digest.
-void copy_summed(char* to, const char* from, int64_t bytes, char* checksum);
+// A copy of `count` runs of `bytes` each, piece by piece.
+// sums: 16 bytes for the checksum of each run, which then has 241 bytes or more; nullptr for none.
+class Copy {
+public:
+    Copy(char* const* to, const char* const* from, int64_t count, int64_t bytes, char* sums);
+
+    bool is_done() const { return !bytes_left(); }
+    int64_t bytes_left() const { return (count - run) * bytes - done; }
+
+    // Copy the next piece, which ends where its run ends, and return its bytes. Any thread may copy the next one.
+    int64_t piece();
+
+private:
+    char* const* const to;
+    const char* const* const from;
+    const int64_t count, bytes;
+    char* const sums;
+    int64_t run = 0, done = 0;  // done: bytes of this run
+    Words mixed[4];  // the sums of this run so far
+};
 
 }  // namespace pagedkv

@@ -13,7 +13,7 @@
 
 #include "binding.hpp"
 #include "isa/isas.hpp"
-#include "moves/runs.hpp"
+#include "moves/spread.hpp"
 #include "schedule.hpp"
 
 namespace pagedkv {
@@ -211,14 +211,12 @@ py::object merge_at_once(PyObject* const* x) {
     return py::make_tuple(out, lse);
 }
 
-// sums: 16 bytes for each run, which then has at least 241; 0 for none.
-void copy_and_sum(uintptr_t targets, uintptr_t sources, int64_t count, int64_t bytes, uintptr_t sums) {
-    auto* const* to = reinterpret_cast<char* const*>(targets);
-    auto* const* from = reinterpret_cast<const char* const*>(sources);
-    auto* sum = reinterpret_cast<char*>(sums);
+// sums: the address of 16 bytes for each run, which then has at least 241; 0 for none.
+void copy_runs(uintptr_t targets, uintptr_t sources, int64_t count, int64_t bytes, uintptr_t sums, double seconds) {
+    Copy copy(reinterpret_cast<char* const*>(targets), reinterpret_cast<const char* const*>(sources), count, bytes,
+        reinterpret_cast<char*>(sums));
     py::gil_scoped_release released;
-    for (int64_t i = 0; i < count; i++)
-        sum ? copy_summed(to[i], from[i], bytes, sum + 16 * i) : copy_run(to[i], from[i], bytes);
+    copy_spread(copy, seconds);
 }
 
 }  // namespace
@@ -228,7 +226,7 @@ void define_moves(py::module_& m) {
     m.def("copy", copy, "Copy between frames that are one run of bytes each: a checked call.");
     define_fast<merge_at_once, 4>(m, "merge_at_once", "Merge two states: out and LSE, or None.");
     define_fast<copy_at_once, 2>(m, "copy_at_once", "Copy frames: True, or None.");
-    m.def("copy_and_sum", copy_and_sum, "Copy `count` runs of `bytes` between two rows of addresses, and sum them.");
+    m.def("copy_runs", copy_runs, "Copy `count` runs of `bytes` between two rows of addresses, and sum them.");
     m.def("gather", gather, "Copy the vectors of sequences out of their pages: a checked call.");
     m.def("merge", merge, "Store out and LSE of two checked states.");
     define_fast<write, 2 + NUM_WRITE>(m, "write", "Store: True, the kind that has no kernel yet, or None.");
