@@ -13,7 +13,7 @@ from pagedkv.cache.paged import PagedKVCache
 from pagedkv.checkpoint.config import RopeConfig
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu
-from pagedkv.model.decoder import Decoder
+from pagedkv.model.decoder import BoundLayers, Decoder
 
 from .conftest import CHECKPOINTS, Paging, first_logits, prompt_of
 
@@ -164,6 +164,17 @@ def test_logits_are_given_only_for_the_tokens_asked_for(checkpoint: Any) -> None
         for logits_of in (None, torch.tensor([11, 8]))
     )
     torch.testing.assert_close(asked, everything[[11, 8]], rtol=0, atol=TOLERANCE["float32"])
+
+
+def test_results_of_attention_are_read_where_they_lie(checkpoint: Any) -> None:
+    """Kernels store them in `out`. Another callable may return a new tensor in each layer."""
+    decoder, tokens = checkpoint("llama").decoder(), {0: prompt_of(9)}
+    expected, new = (Paging(decoder, block_size=4, num_frames=9, num_sequences=1) for _ in range(2))
+    bound = decoder.bind(new.layers)
+    new.layers = BoundLayers(
+        layer._replace(attend=lambda q, batch, out, of=layer: of.attend(q, batch)) for layer in bound
+    )
+    torch.testing.assert_close(new.step(tokens), expected.step(tokens), rtol=0, atol=TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
