@@ -170,7 +170,8 @@ void run_attention(const Isa& isa, const Attention& a, int threads) {
     thread_local Memory scratches, partials;
     Partition partition;
     whole_units(a, partition);
-    threads = static_cast<int>(std::clamp<int64_t>(partition.cost * (a.D + a.Dv) * 2 / BYTES_PER_THREAD, 1, threads));
+    int64_t bytes = partition.cost * (a.D + a.Dv) * 2;
+    threads = static_cast<int>(std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, threads));
     cut_keys(a, partition, threads);
     place_partials(a, partition, reinterpret_cast<float*>(partials.of(4 * partition.partial_floats)));
     int64_t scratch_bytes = round_up(partition.scratch_bytes, 4096) + 256,
@@ -182,7 +183,7 @@ void run_attention(const Isa& isa, const Attention& a, int threads) {
     run_team(threads, [&](int thread) {
         char* mine = memory + thread * scratch_bytes;
         for (int64_t i; (i = next++) < count;) {
-            if (i < count / 2) help_to_copy(threads);  // the others have units left meanwhile
+            help_to_copy(threads, bytes / count * (count - 1 - i));
             const Unit& u = partition.units[static_cast<size_t>(i)];
             Scratch scratch = scratch_of(a, u);
             isa.attend(a, u, scratch, mine);
@@ -239,7 +240,7 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
         for (int i = 0; i < threads; i++) {
             int64_t owner = (thread + i) % threads, first = owner * range, end = std::min(first + range, l.N);
             for (int64_t at; (at = first + taken[owner].fetch_add(run)) < end;) {
-                if (at < (first + end) / 2) help_to_copy(threads);  // the others can help with this range
+                help_to_copy(threads, (end - at - run) * (streamed / l.N));
                 isa.linear(l, at, std::min(at + run, end), mine);
             }
         }

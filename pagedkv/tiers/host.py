@@ -6,7 +6,7 @@
 The copy of a page computes its checksum (see PoolView): that of a store is kept, that of a load is compared with it. No
 prompt can find the frame of a load before it was compared. If the pool is on a GPU, the checksum is that of the slot.
 
-With a limit, a copy is spread over the time that the limit gives it, so that threads that compute can take it over.
+With a limit, a copy is spread over the time that the limit gives it: the threads of the C++ kernels can make it then.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import huge_pages
 from pagedkv.tiers.checksum import SUM_BYTES
 from pagedkv.tiers.pool_view import Numbers, PoolView
-from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
+from pagedkv.tiers.slots import CHANGED, CORRUPT, PART, Move, SlotTier
 
 LEAST_SPEED: Final = 1e9
-"""Bytes per second below which no copy is spread: its owner may wait for it."""
+"""Bytes per second: a copy is spread over no more time than at this speed, since its owner may wait for it."""
 OF_LIMIT: Final = 0.95
 """The part of its time that a copy may take, so that the next one begins in time."""
+MOST_PART: Final = 64 << 20
+PARTS_PER_SECOND: Final = 32
+"""With a limit, a part has the bytes of 1/32 s, at least PART and at most MOST_PART: each part wakes a thread."""
 _NO_SUM: Final = bytes(SUM_BYTES)
 """The checksum of a page that is not verified."""
 
@@ -39,7 +42,8 @@ class HostTier(SlotTier):
     size:   bytes, or text like "16GiB".
     verify: whether each load compares a checksum. Without, a bit that flips in host memory is not seen.
     limit:  the most bytes a second that the tier moves, "2GB" or an int; None for no limit. With a limit, the threads
-            that compute on a CPU copy the pages, where they leave no core to the tier.
+            of the C++ kernels copy the pages, if there is one for each CPU of the process. A load then waits for one
+            part of the transfers before it, and takes a quarter of its own time at least.
     policy: the order in which pages are evicted, see MemoryManager.
     Raises: InvalidRequest. When the cache is made: InvalidRequest if the machine has too little memory
     """
@@ -87,6 +91,12 @@ class HostTier(SlotTier):
         for move, total in zip(moves, sums or [_NO_SUM] * len(moves), strict=True):
             if self._seals[move.slot] != move.key.name + total:
                 move.why = CORRUPT
+
+    def _part(self) -> int:
+        assert self._pool is not None
+        if self._limit is None or self._pool.is_cuda:
+            return PART
+        return max(PART, min(MOST_PART, int(self._limit) // PARTS_PER_SECOND))
 
     def _seconds(self, num_pages: int) -> float:
         """Return how long a copy of so many pages may take: the time that the limit gives it, if there is a limit."""

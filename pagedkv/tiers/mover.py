@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
@@ -37,6 +37,7 @@ class Task:
     num_bytes: int
     is_urgent: bool
     is_cancelled: Callable[[], bool]
+    queued_at: float = field(default_factory=time.monotonic)
 
 
 class Mover:
@@ -137,12 +138,15 @@ class Mover:
         return None
 
     def _wait_for_limit(self, task: Task) -> None:
-        """Wait until the limit allows the task to begin. A task that is cancelled meanwhile uses nothing of it."""
+        """Wait until the limit allows the task to begin. A task that is cancelled meanwhile uses nothing of it.
+
+        The time by which tasks before it ended late is made up for, up to the time that the task itself may take.
+        """
         if self._bytes_per_second is None or task.is_cancelled():
             return
         seconds = task.num_bytes / self._bytes_per_second
         with self._lock:
-            begin = max(self._free_at, time.monotonic())
+            begin = max(self._free_at, task.queued_at, time.monotonic() - seconds)
             self._free_at = begin + seconds
         while (delay := begin - time.monotonic()) > 0 and not self._is_closed:
             if task.is_cancelled():

@@ -35,10 +35,7 @@ from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import CLOSING, KEY_BYTES, Job, Key, Op, Result, Tier, TierStats
 
 PART: Final = 16 << 20
-"""Bytes that a thread moves at a time. A load waits for at most one such part."""
-MOST_PART: Final = 64 << 20
-PARTS_PER_SECOND: Final = 32
-"""With a limit, a part has up to MOST_PART bytes while there are so many parts a second. Each part wakes a thread."""
+"""Bytes that a thread moves at a time, see `_part`. A load waits for at most one such part."""
 MOST_STORES: Final = 64
 MOST_BYTES: Final = 64 << 20
 """Pages that are stored at a time: MOST_STORES, or MOST_BYTES if these are more pages."""
@@ -117,6 +114,10 @@ class SlotTier(Tier):
         """Return the bytes that a slot for a frame takes of `size`."""
         return frame_bytes
 
+    def _part(self) -> int:
+        """Return the bytes that a thread moves at a time, roughly."""
+        return PART
+
     # -- the interface -------------------------------------------------------------------------------------------------
 
     def register(self, pool: PoolView, fingerprint: bytes) -> None:
@@ -174,8 +175,8 @@ class SlotTier(Tier):
         moves = [Move(job, key, int(frame), slot) for key, frame, slot in zip(keys, frames, found, strict=True)]
         begun = self._begin_loads(moves) if op is Op.LOAD else self._begin_stores(moves)
         size = self._pool.frame_bytes
-        most = PART if self._limit is None else max(PART, min(MOST_PART, int(self._limit) // PARTS_PER_SECOND))
-        each = max(1, min(most // size, -(-len(begun) // self.num_threads)))
+        num_parts = max(self.num_threads, -(-len(begun) * size // self._part()))
+        each = max(1, -(-len(begun) // num_parts))
         for first in range(0, len(begun), each):
             part = begun[first : first + each]
             self._mover.put(

@@ -117,7 +117,8 @@ class TierStats:
     """Counters of one tier since it was made.
 
     asked, hits:    pages of prompts that were looked up here, and those that the lookup named.
-    loaded, stored: pages that were moved and verified. *_bytes, *_seconds: their bytes, and the time that moving took.
+    loaded, stored: pages that were moved and verified. *_bytes, *_seconds: their bytes, and the time that moving took,
+                    which a limit makes longer.
     corrupt:        loads whose checksum or key did not fit. failed: jobs' pages that ended with an error of the system.
     refused:        stores that found the tier full. changed: stores whose frame was reused while it was read.
     pages, slots:   pages held now, and the most that there may be.

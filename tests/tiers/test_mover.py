@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+import pagedkv.tiers.mover
 from pagedkv.tiers.mover import Mover, Task
 from tests.interrupts import Interrupter, count_instructions
 
@@ -103,3 +105,20 @@ def test_a_close_runs_what_was_queued_or_drops_it(finish: bool) -> None:
         mover.put(_task(pages, ran, urgent=True))
     assert mover.close(20)
     assert ran == [1, *range(1, 50)]
+
+
+@pytest.mark.parametrize(("late", "begins"), [(0.0, [0, 10, 20, 30]), (4.0, [0, 14, 20, 30]), (25.0, [0, 35, 35, 45])])
+def test_a_task_that_ends_late_is_made_up_for_up_to_the_time_of_one(
+    monkeypatch: pytest.MonkeyPatch, late: float, begins: list[int]
+) -> None:
+    """Four tasks of 10 s each, queued at once, of which the first ends `late`."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    mover, begun = Mover("test", 0, 1.0), list[int]()
+    monkeypatch.setattr(pagedkv.tiers.mover, "time", clock)
+    for number in range(4):
+        mover._wait_for_limit(Task(lambda: None, 1, 10, is_urgent=False, is_cancelled=lambda: False, queued_at=100.0))
+        begun.append(round(clock.now - 100))
+        clock.now += 10 + late if number == 0 else 0
+    assert begun == begins

@@ -21,7 +21,7 @@
 namespace pagedkv {
 namespace {
 
-constexpr int64_t STRIPE = 64, STRIPES_PER_BLOCK = 16, AHEAD = 4096, PAST_CACHES = 256 << 10, PIECE = 256 << 10;
+constexpr int64_t STRIPE = 64, STRIPES_PER_BLOCK = 16, AHEAD = 4096, PAST_CACHES = 256 << 10;
 constexpr int VECTORS = STRIPE / sizeof(Words);
 constexpr uint64_t PRIME32[] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
 constexpr uint64_t PRIME64[] = {

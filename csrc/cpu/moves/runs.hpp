@@ -11,12 +11,14 @@ typedef uint64_t Words __attribute__((vector_size(16)));
 // sums: 16 bytes for the checksum of each run, which then has 241 bytes or more; nullptr for none.
 class Copy {
 public:
+    static constexpr int64_t PIECE = 256 << 10;
+
     Copy(char* const* to, const char* const* from, int64_t count, int64_t bytes, char* sums);
 
     bool is_done() const { return !bytes_left(); }
     int64_t bytes_left() const { return (count - run) * bytes - done; }
 
-    // Copy the next piece, which ends where its run ends, and return its bytes. Any thread may copy the next one.
+    // Copy the next PIECE bytes, or those up to the end of the run, and return how many. Any thread may copy the next one.
     int64_t piece();
 
 private:

@@ -19,24 +19,28 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-constexpr double OF_TEAMS = 0.7;  // the part of the time for teams, which compute nothing now and then
-constexpr int MOST = 4;  // pieces between two units of work
+constexpr double OF_TEAMS = 0.7;  // teams aim to end after this part of the time, because they pause
+constexpr int64_t MOST = 1 << 20;  // bytes between two units of work
 
 struct Offer {
     Copy& copy;
     const double seconds_per_byte;
-    Clock::time_point due;  // of the next piece
 };
 
 std::mutex turn;  // a thread that holds it may use the offer, and copy
 Offer* offer = nullptr;
-std::atomic<int> wanted{0};  // the threads that a team must have to help; 0: nothing is offered
-std::atomic<unsigned> visits{0};  // of threads that could have helped
+
+struct alignas(64) Notice {
+    std::atomic<int> wanted{0};  // the threads that a team must have to help; 0: nothing is offered
+    std::atomic<bool> has_come{false};  // whether a team has seen the offer
+    std::atomic<Clock::rep> due{0};  // of the next bytes, in the clock's ticks
+};
+Notice notice;  // all threads read it before each unit
 
 // A child process has neither the thread whose copy is offered, nor the one that holds the lock.
 const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
     new (&turn) std::mutex;
-    offer = nullptr, wanted = 0;
+    offer = nullptr, notice.wanted = 0;
 });
 
 int num_cpus() {
@@ -47,44 +51,51 @@ int num_cpus() {
     return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-// Offer a copy, unless another one is offered.
-bool is_offered(Offer& mine) {
+Clock::duration of(double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); }
+
+// Offer a copy, and return whether no other one is offered.
+bool try_to_offer(Offer& mine) {
     std::lock_guard<std::mutex> held(turn);
     if (offer) return false;
-    offer = &mine, wanted = num_cpus();
+    offer = &mine;
+    notice.has_come = false, notice.due = Clock::now().time_since_epoch().count(), notice.wanted = num_cpus();
     return true;
 }
 
-// Take the offer back, unless teams have come and have time left.
-bool is_over(unsigned before, bool is_late) {
+// Take the offer back, and return true, unless teams have come and have time left.
+bool take_back(bool is_late) {
     std::lock_guard<std::mutex> held(turn);
-    if (!offer->copy.is_done() && visits != before && !is_late) return false;
-    offer = nullptr, wanted = 0;
+    if (!offer->copy.is_done() && notice.has_come && !is_late) return false;
+    offer = nullptr, notice.wanted = 0;
     return true;
 }
 
 }  // namespace
 
 void copy_spread(Copy& copy, double seconds) {
-    Clock::time_point now = Clock::now(), end = now + std::chrono::duration_cast<Clock::duration>(Seconds(seconds));
-    Offer mine{copy, OF_TEAMS * seconds / static_cast<double>(std::max<int64_t>(copy.bytes_left(), 1)), now};
-    if (seconds > 0 && is_offered(mine)) {
-        unsigned before = visits;
-        std::this_thread::sleep_until(now + (end - now) / 2);
-        while (!is_over(before, Clock::now() >= end)) std::this_thread::sleep_until(end);
+    Clock::time_point now = Clock::now(), end = now + of(seconds);
+    Offer mine{copy, OF_TEAMS * seconds / static_cast<double>(std::max<int64_t>(copy.bytes_left(), 1))};
+    if (seconds > 0 && try_to_offer(mine)) {
+        std::this_thread::sleep_until(now + (end - now) / 4);
+        while (!take_back(Clock::now() >= end)) std::this_thread::sleep_until(end);
     }
     while (!copy.is_done()) copy.piece();
 }
 
-void help_to_copy(int threads) {
-    int least = wanted.load(std::memory_order_relaxed);
+void help_to_copy(int threads, int64_t left) {
+    int least = notice.wanted.load(std::memory_order_relaxed);
     if (!least || threads < least) return;
-    visits++;
+    if (!notice.has_come.load(std::memory_order_relaxed)) notice.has_come = true;
+    auto is_due = [] { return Clock::now().time_since_epoch().count() >= notice.due.load(std::memory_order_relaxed); };
+    int64_t most = std::min(MOST, left / 4);
+    if (most < Copy::PIECE || !is_due()) return;
     std::unique_lock<std::mutex> held(turn, std::try_to_lock);
     if (!held || !offer) return;
-    for (int i = 0; i < MOST && !offer->copy.is_done() && Clock::now() >= offer->due; i++) {
-        Seconds share(offer->seconds_per_byte * static_cast<double>(offer->copy.piece()));
-        offer->due += std::chrono::duration_cast<Clock::duration>(share);
+    for (int64_t all = 0; all < most && !offer->copy.is_done() && is_due();) {
+        int64_t bytes = 0;
+        while (bytes < Copy::PIECE && !offer->copy.is_done()) bytes += offer->copy.piece();
+        all += bytes;
+        notice.due += of(offer->seconds_per_byte * static_cast<double>(bytes)).count();
     }
 }
 
