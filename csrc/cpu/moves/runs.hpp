@@ -18,7 +18,7 @@ public:
     bool is_done() const { return !bytes_left(); }
     int64_t bytes_left() const { return (count - run) * bytes - done; }
 
-    // Copy the next PIECE bytes, or those up to the end of the run, and return how many. Any thread may copy the next one.
+    // Copy the next PIECE bytes, or those up to the end of the run, and return how many. Another thread may go on.
     int64_t piece();
 
 private:

@@ -32,7 +32,7 @@ Offer* offer = nullptr;
 
 struct alignas(64) Notice {
     std::atomic<int> wanted{0};  // the threads that a team must have to help; 0: nothing is offered
-    std::atomic<bool> has_come{false};  // whether a team has seen the offer
+    std::atomic<bool> has_come{false};  // whether a team that can help has seen the offer
     std::atomic<Clock::rep> due{0};  // of the next bytes, in the clock's ticks
 };
 Notice notice;  // all threads read it before each unit
@@ -84,11 +84,11 @@ void copy_spread(Copy& copy, double seconds) {
 
 void help_to_copy(int threads, int64_t left) {
     int least = notice.wanted.load(std::memory_order_relaxed);
-    if (!least || threads < least) return;
+    int64_t most = std::min(MOST, left / 4);
+    if (!least || threads < least || most < Copy::PIECE) return;
     if (!notice.has_come.load(std::memory_order_relaxed)) notice.has_come = true;
     auto is_due = [] { return Clock::now().time_since_epoch().count() >= notice.due.load(std::memory_order_relaxed); };
-    int64_t most = std::min(MOST, left / 4);
-    if (most < Copy::PIECE || !is_due()) return;
+    if (!is_due()) return;
     std::unique_lock<std::mutex> held(turn, std::try_to_lock);
     if (!held || !offer) return;
     for (int64_t all = 0; all < most && !offer->copy.is_done() && is_due();) {

@@ -1,6 +1,6 @@
 // A copy beside threads that compute and leave no CPU to it. A thread of its own would take the CPU of one of them for
-// the milliseconds of the copy, and the others would wait for the unit of work of that thread. So the copy is offered to
-// the teams: a thread copies what is due, and then computes the unit that it has taken.
+// the milliseconds of the copy, and the others would wait for the unit of work of that thread. So the copy is offered
+// to the teams: a thread copies what is due, and then computes the unit that it has taken.
 #pragma once
 
 #include "moves/runs.hpp"
