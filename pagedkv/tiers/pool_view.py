@@ -149,7 +149,7 @@ def copy_runs(
     """Copy `num_bytes` bytes from each source to its target. Runs must not overlap.
 
     seconds: how long the copy of all runs may take. Threads that compute on all CPUs of this thread copy meanwhile; if
-        none does, this thread copies after half of the time. With 0, and without the extension, it copies at once.
+        none does, this thread copies after a quarter of the time. With 0, and without the extension, it copies at once.
     Return the checksum (without a key) of each run if `is_summed`, else an empty list.
     Shapes: targets, sources int64 [n], addresses
     """
