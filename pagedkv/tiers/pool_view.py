@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,13 @@ from pagedkv.tiers.checksum import LEAST_LONG, SUM_BYTES, checksum
 Numbers = npt.NDArray[np.int64]
 States = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
 Fence = torch.cuda.Event | None
+
+
+class How(TypedDict, total=False):
+    """The options of copy_runs. A copy from or to a GPU takes none of its `seconds`."""
+
+    is_summed: bool
+    seconds: float
 
 
 class PoolView:
@@ -78,52 +86,31 @@ class PoolView:
         return event
 
     def read(
-        self,
-        frames: Numbers,
-        into: torch.Tensor,
-        rows: Numbers,
-        fence: Fence = None,
-        *,
-        is_summed: bool = False,
-        seconds: float = 0.0,
+        self, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: Fence = None, **how: Unpack[How]
     ) -> list[bytes]:
         """Copy each of `frames` (int64 [n]) to a row of `into` (uint8 [N, frame_bytes], on the host), and wait.
 
-        seconds: how long the copy may take, see copy_runs; a copy from a GPU takes none of it.
         Return the checksum (without a key) of each page if `is_summed`, else an empty list.
         """
-        return self._copy((into, rows), (self.frames, frames), fence, is_summed, seconds)
+        return self._copy((into, rows), (self.frames, frames), fence, **how)
 
     def write(
-        self,
-        frames: Numbers,
-        source: torch.Tensor,
-        rows: Numbers,
-        fence: Fence = None,
-        *,
-        is_summed: bool = False,
-        seconds: float = 0.0,
+        self, frames: Numbers, source: torch.Tensor, rows: Numbers, fence: Fence = None, **how: Unpack[How]
     ) -> list[bytes]:
         """Copy rows of `source` (uint8 [N, frame_bytes], on the host) to `frames` (int64 [n]), and wait.
 
-        seconds: how long the copy may take, see copy_runs; a copy to a GPU takes none of it.
         Return the checksum (without a key) of each page if `is_summed`, else an empty list.
         """
-        return self._copy((self.frames, frames), (source, rows), fence, is_summed, seconds)
+        return self._copy((self.frames, frames), (source, rows), fence, **how)
 
     def _copy(
-        self,
-        to: tuple[torch.Tensor, Numbers],
-        source: tuple[torch.Tensor, Numbers],
-        fence: Fence,
-        is_summed: bool,
-        seconds: float,
+        self, to: tuple[torch.Tensor, Numbers], source: tuple[torch.Tensor, Numbers], fence: Fence, **how: Unpack[How]
     ) -> list[bytes]:
         (target, places), (origin, rows) = to, source
         if not self.is_cuda:
             size = self.frame_bytes
             to_bytes, from_bytes = target.data_ptr() + places * size, origin.data_ptr() + rows * size
-            return copy_runs(to_bytes, from_bytes, size, is_summed=is_summed, seconds=seconds)
+            return copy_runs(to_bytes, from_bytes, size, **how)
         stream = self._stream()
         if fence is not None:
             stream.wait_event(fence)
@@ -132,7 +119,7 @@ class PoolView:
                 target[place].copy_(origin[row], non_blocking=True)
         stream.synchronize()
         on_host, lines = (target, places) if origin is self.frames else (origin, rows)
-        return [checksum(on_host[line].numpy(), b"") for line in lines.tolist()] if is_summed else []
+        return [checksum(on_host[line].numpy(), b"") for line in lines.tolist()] if how.get("is_summed") else []
 
     def _stream(self) -> torch.cuda.Stream:
         """Return the stream of the calling thread."""
