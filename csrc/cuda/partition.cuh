@@ -212,7 +212,7 @@ private:
         for (i32 b = lane; b < p.num_sequences; b += 32) {
             const u64 end_query = static_cast<u32>(ptx::read(p.cu_seqlens_q + b + 1));
             const u64 length = static_cast<u32>(ptx::read(p.seq_lens + b));
-            const u64 row = p.rows ? static_cast<u32>(ptx::read(p.rows + b)) : 0;
+            const u64 row = static_cast<u32>(p.rows ? ptx::read(p.rows + b) : b);
             const u64 causal = p.causal_of ? ptx::read(p.causal_of + b * p.causal_step) : 0;
             const u64 place = mixed(static_cast<u64>(p.partition_key) + 2 * static_cast<u64>(b) + causal);
             sum += mixed((end_query << 32 | length) ^ place) + mixed(row + place);

@@ -234,7 +234,7 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
     rows = (row_class.least, row_class.most)
     q_vectors = (q.data_ptr() | q_token | q_head) % (4 * size) == 0
     options = (kernel, blocks, *rows, H, K, call.causal, *bounds(call.window, call.right), split)
-    lengths = (B, spread, tree is None, call.causal_of is None, call.rows is None)
+    lengths = (B, spread, tree is None, call.causal_of is None)
     rest = REST.pack(
         *strides, call.out.stride(0) * size, call.out.stride(1) * size, slots, _digest(options, lengths),
         B, H, K, S, call.causal, *bounds(call.window, call.right), split, spread, *rows, q_vectors,

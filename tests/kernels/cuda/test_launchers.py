@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,25 @@ def test_launches_follow_each_fact_that_they_depend_on(change: str, back: bool) 
         found, expected = attended(call, launcher), attended(call, launcher_of(call, Emulator(8)))
         assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     assert len(launcher._launches) == 2
+
+
+ROWS_OF_A_LAUNCHER = {"none": None, "zeros": [0, 0], "counting": [0, 1], "swapped": [1, 0], "ones": [1, 1]}
+
+
+@needs_compiler
+@pytest.mark.parametrize("split_tokens", [None, 64])
+def test_a_launcher_reads_the_rows_of_each_call_whatever_calls_came_before(split_tokens: int | None) -> None:
+    """Rows that are absent count from 0. Each pair of calls comes in both orders."""
+    case = replace(CASE, kv_lens=(300, 300), split_tokens=split_tokens)
+    plain = call_of(case.build())
+    given = {name: None if at is None else torch.tensor(at).int() for name, at in ROWS_OF_A_LAUNCHER.items()}
+    calls = {name: plain._replace(rows=rows) for name, rows in given.items()}
+    right = {name: attended(call, launcher_of(call, Emulator())) for name, call in calls.items()}
+    assert not torch.equal(right["none"][0], right["zeros"][0])
+    launcher = launcher_of(plain, Emulator())
+    for name in (one for pair in itertools.permutations(calls, 2) for one in pair):
+        found = attended(calls[name], launcher)
+        assert all(torch.equal(mine, other) for mine, other in zip(found, right[name], strict=True)), name
 
 
 @needs_compiler
