@@ -231,14 +231,19 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
     ptx::copy_wait<0>();
 }
 
+// The bits of a ticket that count the pieces of a unit. The other 44 bits hold the number of the launch: they last for 55
+// years at 10,000 launches of a kind a second.
+constexpr int PIECE_BITS = 20;
+static_assert((i64{1} << 30) / (4 * PartialState::SIZE) < i64{1} << PIECE_BITS, "Python allows 2^30 bytes of pieces");
+
 // Draw a ticket of the unit whose first partial state is `first`: count this CTA in. Return true for the last of
-// `expected` CTAs; that CTA then sees what all the others stored. A launch counts from its number * 2^32, so it
+// `expected` CTAs; that CTA then sees what all the others stored. A launch counts from its number * 2^PIECE_BITS, so it
 // does not matter what an earlier launch left, even one whose lengths changed while it ran.
 DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const ThreadRole& me) {
     ptx::sync_block();
     if (me.thread == 0) {
         u64* tickets = p.kept + RECORD_WORDS * ptx::num_blocks();
-        const u64 none = ptx::shared_read<u64>(me.base + LAUNCH_AT) << 32;
+        const u64 none = ptx::shared_read<u64>(me.base + LAUNCH_AT) << PIECE_BITS;
         ptx::fence();  // cumulative: it orders what the block's other threads stored before the barrier, too
         const bool last = ptx::count_up(tickets + first, none) == none + static_cast<u32>(expected);
         ptx::fence();

@@ -14,10 +14,10 @@ import torch
 
 from pagedkv.kernels import reference
 from pagedkv.kernels.args import RotaryTable
-from tests.cases import Case, empty_layer, write_of
+from tests.cases import Case, call_of, empty_layer, write_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator, Fault
 from tests.kernels.cuda.test_attention import check
-from tests.kernels.cuda.test_launch import steps_are_right
+from tests.kernels.cuda.test_launch import late_launches_are_right, steps_are_right
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
@@ -154,6 +154,9 @@ REMEMBERING = {
     ),
     "numbers of queries are not compared": Planted("partition.cuh", "(end_query << 32 |", "((end_query & 0) << 32 |"),
     "rows are not compared": Planted("partition.cuh", "mixed(row + place)", "mixed((row & 0) + place)"),
+    "no rows are taken for rows of zeros": Planted(
+        "partition.cuh", "ptx::read(p.rows + b) : b)", "ptx::read(p.rows + b) : 0)"
+    ),
     "only the first sequences are compared": Planted(
         "partition.cuh",
         "for (i32 b = lane; b < p.num_sequences; b += 32) {\n            const u64",
@@ -163,6 +166,7 @@ REMEMBERING = {
     "tickets of all launches are counted": Planted(
         "paged_attention.cuh", "count_up(tickets + first, none)", "count_up(tickets + first, 0)"
     ),
+    "launches are counted up to 2^32": Planted("paged_attention.cuh", "LAUNCH_AT) << PIECE_BITS;", "LAUNCH_AT) << 32;"),
     "a record lacks its unit's place": Planted("partition.cuh", "move(unit.place, &kept->place);", ""),
 }
 
@@ -171,7 +175,7 @@ REMEMBERING = {
 def test_a_planted_mistake_in_remembering_shares_is_caught(mistake: str) -> None:
     machine = planted(REMEMBERING[mistake], Emulator(8))
     with contextlib.suppress(Fault):
-        assert not steps_are_right(machine)
+        assert not (steps_are_right(machine) and late_launches_are_right(machine, call_of(MANY_PIECES.build())))
 
 
 PIECES = {

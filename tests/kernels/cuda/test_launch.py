@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import AttentionCall
 from pagedkv.kernels.cuda import backend
-from pagedkv.kernels.cuda.attention import RECORD_WORDS
+from pagedkv.kernels.cuda.attention import RECORD_WORDS, launches_of
 from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, KeyLayout, specialise
 from tests.cases import Case, call_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.cuda.test_attention import check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 H200, AD102 = (227 << 10, 228 << 10), (99 << 10, 100 << 10)
 BF16 = (KINDS["bfloat16"], KINDS["bfloat16"])
@@ -107,12 +111,13 @@ STEP = Case((1, 3, 1, 1), (90, 333, 40, 200), heads=(4, 1), dims=(64, 64), dtype
 
 def steps() -> list[AttentionCall]:
     """Return two layers of a step, and a layer each of steps that differ from the one before in one of queries, lengths
-    and rows."""
+    and rows. The last two find rows of zeros after no rows, and the reverse."""
     first = call_of(STEP.build())
     rows = first.rows
     assert rows is not None
     swapped = first._replace(rows=rows[[1, 0, 2, 3]], block_table=first.block_table.clone())
     swapped.block_table[rows[[1, 0]].long()] = first.block_table[rows[[0, 1]].long()]
+    bare = first._replace(rows=None, block_table=first.block_table[rows.long()], seq_lens=torch.full_like(rows, 40))
     return [
         first,
         first._replace(q=first.q * 2),
@@ -121,6 +126,9 @@ def steps() -> list[AttentionCall]:
         first._replace(seq_lens=first.seq_lens - torch.tensor([0, 0, 30, 0], dtype=torch.int32)),
         swapped,
         first,
+        bare,
+        bare._replace(rows=torch.zeros_like(rows)),
+        bare,
     ]
 
 
@@ -164,11 +172,49 @@ def test_tickets_that_an_earlier_launch_left_count_for_nothing() -> None:
     machine.attend(call)
     right = call.out.clone()
     ((kept,),) = [machine.sets.values()]
-    kept[RECORD_WORDS * 2 * machine.num_sms :] = torch.randint(0, 1 << 32, (4 * machine.num_sms,))
+    kept[RECORD_WORDS * 2 * machine.num_sms :] = torch.randint(0, 1 << 20, (4 * machine.num_sms,))
     for _ in range(3):
         call.out.fill_(torch.nan)
         machine.attend(call)
         assert torch.equal(call.out, right)
+
+
+LATEST = 2**44 - 1
+"""The last number of a launch that a ticket holds: 10,000 launches of a kind a second reach it in 55 years."""
+
+
+def late_launches_are_right(
+    machine: Emulator, call: AttentionCall, numbers: Sequence[int] = (2**32 - 1, 2**32, 2**32 + 1)
+) -> bool:
+    """Return whether launches of these numbers give what the first one gives, and find what the one before left."""
+    machine.attend(call)
+    expected, right = (call.out.clone(), call.lse.clone()), True
+    sizes = {launch.kind: RECORD_WORDS * launch.blocks for launch in launches_of(call, machine)}
+    counts = [machine.sets[kind][:size].view(-1, RECORD_WORDS)[:, 1] for kind, size in sizes.items()]
+    assert all((count == 1).all() for count in counts), "each CTA has counted one launch"
+    for number in numbers:
+        for count in counts:
+            count[:] = number
+        call.out.fill_(torch.nan)
+        call.lse.fill_(torch.nan)
+        machine.attend(call)
+        right &= all(torch.equal(mine, one) for mine, one in zip((call.out, call.lse), expected, strict=True))
+    return right
+
+
+LATE = {
+    "free cut": STEP,
+    "even cut": Case((1,), (900,), heads=(4, 1), dims=(64, 64), dtype="bfloat16"),
+    "many chunks": Case((1,), (2100,), heads=(4, 2), dims=(64, 64), dtype="bfloat16", split_tokens=40),
+    "long queries": Case((40,), (400,), heads=(4, 1), dims=(64, 64), dtype="bfloat16"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [2**24, 2**31, 2**32, 2**40, 2**43, LATEST - 1])
+@pytest.mark.parametrize("case", LATE)
+def test_each_launch_of_a_kind_gives_what_the_first_one_gave(case: str, number: int) -> None:
+    assert late_launches_are_right(Emulator(8), call_of(LATE[case].build()), (number - 1, number, number + 1))
 
 
 @pytest.mark.parametrize("row_class", CLASSES)
