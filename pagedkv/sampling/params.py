@@ -47,8 +47,9 @@ class SamplingParams:
     """The sampling parameters of one request.
 
     max_tokens: the longest output. min_tokens: tokens before an end token, a stop id or a stop string may end it.
-    temperature: 0 for greedy. top_k: 0 for all. top_p: 1 for all. min_p: 0 for all.
-    repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies negative ones; 1 for none.
+    temperature: 0 for greedy. top_k: 0 for all. top_p: 1 for all, 0 for greedy. min_p: 0 for all.
+    repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies negative ones; from 0.001
+        to 1000; 1 for none.
     frequency_penalty: subtracted from a token's logit for each time it is in the output; presence_penalty: once, if it
         is there. From -2 to 2; 0 for none.
     logit_bias: added to the logits of tokens, by id; from -100 to 100.
@@ -118,7 +119,7 @@ class SamplingParams:
         temperature_holds = _is_number(self.temperature) and self.temperature >= 0
         self._demand("temperature", temperature_holds, "a number of at least 0 (0 is greedy)")
         self._demand("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)")
-        self._demand("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)")
+        self._demand("top_p", _is_number(self.top_p) and 0 <= self.top_p <= 1, "between 0 (greedy) and 1 (off)")
         self._demand("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "between 0 (off) and 1")
         seed_holds = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
         self._demand("seed", seed_holds, "None or an integer from 0 to 2^63 - 1")
@@ -130,7 +131,8 @@ class SamplingParams:
             best_of_holds = _is_int(self.best_of) and self.best_of >= 1
             self._demand("best_of", best_of_holds, "None or an integer of at least 1")
             differ = self.best_of == 1 or not self.greedy
-            self._demand("temperature", differ, f"above 0 with best_of {self.best_of}: greedy samples are equal")
+            must = f"above 0 with best_of {self.best_of}: greedy samples are equal"
+            self._demand("top_p" if self.temperature else "temperature", differ, must)
 
     def _check_end(self) -> None:
         self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
@@ -141,8 +143,9 @@ class SamplingParams:
         self._demand("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
 
     def _check_logits(self) -> None:
-        penalty_holds = _is_number(self.repetition_penalty) and self.repetition_penalty > 0
-        self._demand("repetition_penalty", penalty_holds, "above 0 (1 is off)")
+        # beyond, a product of float32 may be no number
+        penalty_holds = _is_number(self.repetition_penalty) and 0.001 <= self.repetition_penalty <= 1000
+        self._demand("repetition_penalty", penalty_holds, "between 0.001 and 1000 (1 is off)")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             self._demand(name, _is_number(value) and -2 <= value <= 2, "between -2 and 2 (0 is off)")
@@ -192,8 +195,8 @@ class SamplingParams:
             raise InvalidRequest(f"max_retries is {self.max_retries} without a validator; give a validator, too")
         if self.max_retries and self.greedy:
             raise InvalidRequest(
-                f"max_retries is {self.max_retries} with temperature 0, which gives the same output again; "
-                "give a temperature above 0"
+                f"max_retries is {self.max_retries} with temperature or top_p 0, which gives the same output again; "
+                "give both above 0"
             )
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
@@ -204,7 +207,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether each token is the likeliest one."""
-        return self.temperature == 0
+        return self.temperature == 0 or self.top_p == 0
 
     def generator(self, sample: int = 0, *, retry: int = 0) -> torch.Generator:
         """Return a generator for the `sample`-th output of a request: the same one for the same seed and sample.

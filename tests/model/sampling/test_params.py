@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.model import Engine
 from pagedkv.sampling.params import SamplingParams
 
 
@@ -21,11 +23,13 @@ from pagedkv.sampling.params import SamplingParams
         ("temperature", "hot"),
         ("top_k", -1),
         ("top_k", True),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e300),
+        ("repetition_penalty", 1e-45),
         ("frequency_penalty", 2.1),
         ("presence_penalty", float("nan")),
         ("presence_penalty", True),
@@ -75,6 +79,43 @@ from pagedkv.sampling.params import SamplingParams
 def test_a_parameter_out_of_range_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field} is .*; it must be "):
         SamplingParams(**{field: value})
+
+
+NUMBERS: list[Any] = [0, -0.0, 1, -1, 1e-45, 1e-310, 1e300, -1e300, 0.001, 1000, 0.5, 2.5, 2**31, 2**63, -(2**63) - 1]
+NUMBERS += [10**400, float("nan"), float("inf"), -float("inf"), True, "1"]
+
+
+def test_a_number_is_refused_by_name_or_a_token_is_drawn_with_it() -> None:
+    """A penalty of 1e300 once made all logits infinite, and ended the request with an error."""
+    engine = Engine.load(num_frames=16)
+    numeric = [field.name for field in fields(SamplingParams) if "int" in field.type or "float" in field.type]
+    assert {"top_p", "repetition_penalty", "seed"} <= set(numeric)
+    for name in numeric:
+        for number in NUMBERS:
+            value: Any = {"logit_bias": {5: number}, "stop_ids": [number], "allowed_ids": [number]}.get(name, number)
+            try:
+                given: dict[str, Any] = {"temperature": 0.8, "max_tokens": 2, name: value}
+                params = SamplingParams(**given)
+                (request,) = engine.generate(["Otto lives in Ghent."], params)
+            except InvalidRequest as error:
+                assert name in str(error), (name, number)  # noqa: PT017 (not each number is refused)
+            else:
+                assert not request.completions[0].error, (name, number)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 100.0])
+def test_with_top_p_0_the_likeliest_token_is_drawn_at_any_temperature(temperature: float) -> None:
+    engine = Engine.load(num_frames=64)
+    prompts = ["Otto lives in Ghent. Where does Otto live?", "Mira keeps a red lamp."]
+    rules: dict[str, Any] = {"repetition_penalty": 1.3, "logprobs": 2}
+    for alone, extra in (({}, {}), ({}, {"top_k": 5, "min_p": 0.1}), (rules, rules)):
+        greedy = engine.generate(prompts, SamplingParams(max_tokens=8, **alone))
+        found = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=temperature, top_p=0, **extra))
+        assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in greedy]
+    with pytest.raises(InvalidRequest, match="top_p is 0; it must be above 0 with best_of 2: greedy samples are equal"):
+        SamplingParams(temperature=temperature, top_p=0, best_of=2)
+    with pytest.raises(InvalidRequest, match="temperature or top_p 0, which gives the same output again"):
+        SamplingParams(temperature=temperature, top_p=0, validator=bool, max_retries=2)
 
 
 def test_one_stop_string_may_be_given_as_it_is() -> None:
