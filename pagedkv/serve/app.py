@@ -126,10 +126,9 @@ class Routes:
         """Return a body, its prompts and their parameters. Raises: InvalidRequest, CheckpointError"""
         body = read(kind, data)
         self._check_model(body.model)
-        prompts = body.prompts(self._engine.tokenizer)
-        longest, most = max(map(len, prompts)), self._service.max_prompt
-        if most is not None and longest > most:
-            raise InvalidRequest(f"the prompt has {longest} tokens, the limit of this server is {most}; shorten it")
+        most = _most_tokens(self._engine, 0) - 1  # one is left for the output
+        prompts = body.prompts(self._engine.tokenizer, min(most, self._service.max_prompt or most))
+        longest = max(map(len, prompts))
         limits, num_outputs = self._engine.scheduler.limits, len(prompts) * body.num_drawn
         if num_outputs > limits.max_sequences:
             raise InvalidRequest(

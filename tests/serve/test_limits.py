@@ -53,7 +53,7 @@ REFUSED = {
     "outputs": (TEXT, {"prompt": ["a", "b", "c"], "n": 128}, "the body asks for 384 outputs, this server", None),
     "long key": (TEXT, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "it must be", "logit_bias"),
     "many stops": (TEXT, {"prompt": "a", "stop": ["b"] * 17}, "stop must be a text of at most 256", "stop"),
-    "empty stop": (TEXT, {"prompt": "a", "stop": ""}, "stop is ('',); it must be one or more strings", "stop"),
+    "empty stop": (TEXT, {"prompt": "a", "stop": ["b", ""]}, "stop is ('b', ''); it must be one or more", "stop"),
     "seed": (TEXT, {"prompt": "a", "seed": 2**63}, "seed is 9223372036854775808: Input should be less than", "seed"),
     "priority": (TEXT, {"prompt": "a", "priority": 2**31}, "priority is 2147483648: Input should be less", "priority"),
     "log-probs": (
@@ -98,8 +98,8 @@ REFUSED = {
             "messages": USER,
             "response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 2**16}}},
         },
-        "the schema has 65,549 characters, the limit is 65,536",
-        "response_format",
+        "the schema has 65,548 bytes, the limit is 65,536",
+        "response_format.json_schema.schema",
     ),
     "alternatives alone": (CHAT, {"messages": USER, "top_logprobs": 1}, "logprobs is not true", "top_logprobs"),
 }
