@@ -1,7 +1,12 @@
-"""Files from a folder that is not trusted: only regular files are read, and only up to a size.
+"""Files in a folder that is not trusted: what is read there, and how a file that holds keys and values is made there.
+
+    read, require          a regular file of others, up to a size; a symbolic link is followed to its target
+    private, Lock, write   a file of this user, mode 0600: it holds keys and values, or the names of pages
+    make_folder            a folder of this user, mode 0700
 
 A name in such a folder may lead to a pipe, which has no end or no writer, to a device, or to a file of many terabytes.
-The kind and the size of a file are known before it is opened. A symbolic link is followed to its target.
+The kind and the size of a file are known before it is opened for reading. Somebody may have put a file or a link under
+the name of a private file: its descriptor says what was opened, and nothing of a file that is refused is changed.
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -61,3 +68,112 @@ def _require(path: Path, status: os.stat_result, most: int | None) -> None:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'a special file')}, not a regular file", str(path))
     if most is not None and status.st_size > most:
         raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, at most {most:,} are read", str(path))
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone. A folder that is there stays as it is.
+
+    Raises: OSError
+    """
+    missing = takewhile(lambda folder: not folder.exists(), (path, *path.parents))
+    for folder in reversed(list(missing)):
+        with suppress(FileExistsError):  # another process was faster
+            folder.mkdir(mode=0o700)
+
+
+def private(path: Path, flags: int) -> int:
+    """Open a file that this user alone can open, and return its descriptor. With O_CREAT, a missing file is made.
+
+    Raises: OSError for a file of another kind or user, or that others can open or have linked; strerror is the reason
+    """
+    descriptor, status = _own(path, flags)
+    if (mode := stat.S_IMODE(status.st_mode)) & (stat.S_IRWXG | stat.S_IRWXO):
+        os.close(descriptor)
+        raise _refusal(path, f"its mode is 0{mode:o}, so other users can open it")
+    return descriptor
+
+
+def _own(path: Path, flags: int) -> tuple[int, os.stat_result]:
+    """Open a regular file of this user that has one name. Return its descriptor and its status."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refusal(path, "it is a symbolic link, not a regular file") from None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        _require(path, status, None)
+        if status.st_uid != os.geteuid():
+            raise _refusal(path, f"it belongs to user {status.st_uid}, and this process is user {os.geteuid()}")
+        if status.st_nlink > 1:
+            raise _refusal(path, f"it has {status.st_nlink} names (hard links)")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
+def _refusal(path: Path, reason: str) -> OSError:
+    return OSError(errno.EPERM, f"{reason}: remove it", str(path))
+
+
+class Lock:
+    """The file at `path`, locked until `release` or the end of this object. One process holds it at a time.
+
+    Raises: BlockingIOError while another process holds it; OSError as `private` does. A lock file of this user that
+            others can open is closed to them: it holds nothing
+    """
+
+    def __init__(self, path: Path) -> None:
+        import fcntl
+
+        self._descriptor, self._fcntl, self._process = -1, fcntl, os.getpid()
+        descriptor, _ = _own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.fchmod(descriptor, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the lock up, also one that a forked process has a copy of. A second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        if self._process == os.getpid():  # a copy that is dropped leaves the lock to its owner
+            self._fcntl.flock(descriptor, self._fcntl.LOCK_UN)
+        os.close(descriptor)
+
+    __del__ = release
+
+
+def write(path: Path, content: bytes, *, beside: Path, durable: bool = True) -> None:
+    """Write a new private file `beside` and rename it to `path`: never through a link, and never to a part.
+
+    durable: whether file and folder reach the disk before this returns.
+    Raises:  OSError; then there is no new file
+    """
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    if durable:
+        _flush(path.parent)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,8 +1,12 @@
-"""Regular files: a pipe, a device or a file that is too large is refused before it is opened."""
+"""Regular files: a pipe, a device or a file that is too large is refused before it is opened. A private file is this
+user's alone, and nothing of another file is changed."""
 
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,3 +60,171 @@ def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
     assert regular_files.read(tmp_path / "link", 8) == b"12345678"
     with pytest.raises(FileNotFoundError):
         regular_files.read(tmp_path / "nothing", 8)
+
+
+# --- files that hold keys and values ----------------------------------------------------------------------------------
+
+PRECIOUS = b"precious" * 100
+IS_ROOT = os.geteuid() == 0
+
+
+def plant(kind: str, path: Path) -> Path:
+    """Put something of somebody else at `path`. Return the file that must stay as it is."""
+    other = path.with_name("precious")
+    other.write_bytes(PRECIOUS)
+    other.chmod(0o600)
+    if kind == "a symbolic link":
+        path.symlink_to(other)
+    elif kind == "a broken link":
+        path.symlink_to(path.with_name("nothing"))
+    elif kind == "a hard link":
+        path.hardlink_to(other)
+    elif kind == "a pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "another user's":
+        other.rename(path)
+        os.chown(path, 12345, -1)
+        return path
+    else:
+        other.rename(path)
+        path.chmod(int(kind, 8))
+        return path
+    return other
+
+
+MODES = ["0640", "0602", "0601", "0777"]
+PLANTED = [
+    *("a symbolic link", "a broken link", "a hard link", "a pipe", "a folder"),
+    pytest.param("another user's", marks=pytest.mark.skipif(not IS_ROOT, reason="only root makes files of others")),
+    *MODES,
+]
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_private_file_is_nobody_elses_and_what_is_refused_stays_as_it_is(
+    kind: str, flags: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    other = plant(kind, path)
+    mode, open_files = other.stat().st_mode, len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"it is a |it belongs to |hard links|its mode is 0|a directory"):
+        regular_files.private(path, flags)
+    assert (other.read_bytes(), other.stat().st_mode) == (PRECIOUS, mode)
+    assert not (tmp_path / "nothing").exists()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PLANTED if kind not in MODES])
+def test_a_lock_is_taken_on_no_file_of_others(kind: str, tmp_path: Path) -> None:
+    other = plant(kind, tmp_path / "lock")
+    with pytest.raises(OSError, match=r"it is a |it belongs to |hard links|a directory"):
+        regular_files.Lock(tmp_path / "lock")
+    assert other.read_bytes() == PRECIOUS
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o027, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, set[int]]:
+    """Return the modes of all files and of all folders below `folder`."""
+    below = list(folder.rglob("*"))
+    return {
+        "files": {stat.S_IMODE(path.lstat().st_mode) for path in below if not path.is_dir()},
+        "folders": {stat.S_IMODE(path.lstat().st_mode) for path in below if path.is_dir()},
+    }
+
+
+def test_what_is_made_is_for_this_user_alone_whatever_the_umask(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "one" / "in" / "another"
+    regular_files.make_folder(folder)
+    regular_files.make_folder(folder)
+    os.close(regular_files.private(folder / "file", os.O_RDWR | os.O_CREAT))
+    regular_files.Lock(folder / "lock").release()
+    replace = os.replace
+
+    def renamed(beside: Path, path: Path) -> None:
+        assert modes(folder)["files"] == {0o600}, "before the file has its name, too"
+        replace(beside, path)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    regular_files.write(folder / "written", PRECIOUS, beside=folder / "beside")
+    assert modes(tmp_path) == {"files": {0o600}, "folders": {0o700}}
+
+
+def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    regular_files.make_folder(tmp_path)
+    regular_files.make_folder(tmp_path / "new")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, tmp_path / "new")] == [0o755, 0o700]
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_file_is_written_in_place_of_what_is_there_and_never_through_it(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    other = plant(kind, path)
+    if kind == "a folder":
+        with pytest.raises(OSError, match="directory"):
+            regular_files.write(path, b"new", beside=tmp_path / "beside")
+        assert not (tmp_path / "beside").exists()
+        return
+    regular_files.write(path, b"new", beside=tmp_path / "beside")
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    assert other == path or other.read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_name_beside_that_is_taken_is_an_error(kind: str, tmp_path: Path) -> None:
+    other = plant(kind, tmp_path / "beside")
+    with pytest.raises(FileExistsError):
+        regular_files.write(tmp_path / "file", b"new", beside=tmp_path / "beside")
+    assert not (tmp_path / "file").exists()
+    assert other.read_bytes() == PRECIOUS
+
+
+def test_a_lock_is_held_by_one_until_it_is_released_or_its_owner_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch(0o644)  # as older versions made it
+    one = regular_files.Lock(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            regular_files.Lock(path)
+    child = subprocess.Popen(["sleep", "60"])  # it gets no descriptor
+    one.release()
+    one.release()
+    two = regular_files.Lock(path)
+    del two
+    regular_files.Lock(path).release()
+    child.kill()
+    child.wait()
+
+
+def test_a_forked_process_neither_keeps_nor_gives_up_a_lock(tmp_path: Path) -> None:
+    held = regular_files.Lock(tmp_path / "lock")
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has closed its end
+        os._exit(0)
+    if (other := os.fork()) == 0:
+        held.release()  # its copy
+        os._exit(0)
+    os.waitpid(other, 0)
+    with pytest.raises(BlockingIOError):
+        regular_files.Lock(tmp_path / "lock")
+    held.release()
+    regular_files.Lock(tmp_path / "lock").release()
+    os.close(writer)
+    os.waitpid(child, 0)
+    os.close(reader)

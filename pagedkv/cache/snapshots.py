@@ -27,7 +27,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import secrets
 import sys
@@ -38,7 +37,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_bytes
@@ -157,11 +155,10 @@ def save(cache: Cache, folder: Path, model: str, key: bytes | None) -> int:
 
     Raises: OSError if the disk does; BlockingIOError while another writer is at work in `folder`
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, timeout=0)
+    regular_files.make_folder(folder)
     try:
-        lock.acquire()
-    except Timeout:
+        lock = regular_files.Lock(folder / LOCK)
+    except BlockingIOError:
         raise BlockingIOError(errno.EAGAIN, "another process is writing a snapshot here", str(folder)) from None
     try:
         _remove_unfinished(folder)
@@ -260,26 +257,7 @@ def _tensors(cache: Cache, part: list[Page], tenants: list[bytes], salts: list[S
 
 
 def _write(path: Path, content: bytes, draw: str) -> None:
-    """Write a new file beside `path`, flush it to the disk, and rename it to `path`."""
-    beside = path.with_name(f"pagedkv-{draw}-{path.name}.part")
-    try:
-        with open(beside, "xb") as file:  # never through a link
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    _flush(path.parent)
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    regular_files.write(path, content, beside=path.with_name(f"pagedkv-{draw}-{path.name}.part"))
 
 
 def load(cache: Cache, folder: Path, model: str, key: bytes | None) -> Restored:

@@ -5,14 +5,17 @@
                                      | chunk | chunk | chunk | token | preempted | token |      slices within slices
 
 Times are microseconds since the first event, exact to a nanosecond, so that slices lie within one another. The file is
-written at the end; it is opened before, so that a bad path is refused before any work.
+written at the end; it is opened before, so that a bad path is refused before any work. It holds the tokens of answers,
+so a new file is for its user alone.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +40,7 @@ def traced(engine: Engine, path: Path | None) -> Iterator[None]:
         yield
         return
     events = Events()
-    with _written(path), path.open("w", encoding="utf-8") as file:
+    with _written(path), open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
         engine.events = events
         failed: BaseException | None = None
         try:

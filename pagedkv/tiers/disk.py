@@ -36,7 +36,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from filelock import FileLock, Timeout
 
 from pagedkv import regular_files
 from pagedkv.core.arguments import flag, whole
@@ -87,8 +86,8 @@ class DiskTier(SlotTier):
 
     The cache must have a name for its weights (PagedKVCache, model=): pages of another model are not found. The folder
     is emptied, with a warning, if it holds pages of another model, geometry, rank or size.
-    Raises:  InvalidRequest. When the cache is made: OSError from the file system; BlockingIOError while another process
-             uses the folder
+    Raises:  InvalidRequest. When the cache is made: OSError from the file system, or for a file of the tier that is not
+             this user's alone (regular_files.private); BlockingIOError while another process uses the folder
     """
 
     kind = "disk"
@@ -112,22 +111,18 @@ class DiskTier(SlotTier):
         self._direct = flag(direct, "direct")
         self.num_threads: int = whole(threads, "threads", 1, 1025)
         self._here, self._sealing = threading.local(), threading.Lock()
-        self._lock: FileLock | None = None
+        self._lock: regular_files.Lock | None = None
         self._file = self._seals_file = -1
 
     def _slot_bytes(self, frame_bytes: int) -> int:
         return _rounded(frame_bytes) + SEAL.itemsize
 
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self._folder / f"{NAME}.lock", timeout=0, thread_local=False)  # any thread may close the tier
+        regular_files.make_folder(self._folder)
         try:
-            lock.acquire()
-        except Timeout:
-            if not os.path.lexists(lock.lock_file):  # FileLock takes a file that cannot be made for one that is held
-                raise OSError(errno.ENOENT, "no file can be made in this folder", str(self._folder)) from None
+            self._lock = regular_files.Lock(self._path("lock"))
+        except BlockingIOError:
             raise BlockingIOError(errno.EAGAIN, "another process uses this disk tier", str(self._folder)) from None
-        self._lock = lock
         self._stride, self._frame_bytes = _rounded(pool.frame_bytes), pool.frame_bytes
         facts = {
             "format": FORMAT,
@@ -157,27 +152,23 @@ class DiskTier(SlotTier):
 
     def _facts_on_disk(self) -> Any:
         try:
-            return json.loads(regular_files.read(self._path("json"), MOST_MANIFEST_BYTES))
-        except (OSError, ValueError, RecursionError):
+            with open(regular_files.private(self._path("json"), os.O_RDONLY), "rb") as file:
+                return json.loads(file.read(MOST_MANIFEST_BYTES))
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
         beside = self._path("json.part")
         beside.unlink(missing_ok=True)  # it may be a link to a file of someone else
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            json.dump(facts, file)
-        os.replace(beside, self._path("json"))
+        regular_files.write(self._path("json"), json.dumps(facts).encode(), beside=beside, durable=False)
 
     def _open(self, num_slots: int, is_known: bool) -> None:
         """Open the files; begin them anew unless they are those of an earlier tier like this one."""
-        for end in ("json", "seals", "bytes"):
-            path = self._path(end)
-            if path.is_symlink() or (path.exists() and not path.is_file()):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
+        self._seals_file = regular_files.private(self._path("seals"), os.O_RDWR | os.O_CREAT)
+        self._file, self._is_direct = self._open_bytes()
         if not is_known:
             self._path("json").unlink(missing_ok=True)  # first: the old facts must not describe the new files
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._seals_file = os.open(self._path("seals"), flags | (0 if is_known else os.O_TRUNC), 0o600)
+            os.ftruncate(self._seals_file, 0)
         os.ftruncate(self._seals_file, num_slots * SEAL.itemsize)
         os.posix_fallocate(self._seals_file, 0, num_slots * SEAL.itemsize)
         self._seals: npt.NDArray[Any] = np.zeros(num_slots, SEAL)
@@ -185,17 +176,17 @@ class DiskTier(SlotTier):
         content, at = self._seals.view(np.uint8), 0
         while at < size and (count := os.preadv(self._seals_file, [content[at:].data], at)):
             at += count
-        self._file, self._is_direct = self._open_bytes(flags)
         os.ftruncate(self._file, num_slots * self._stride)
 
-    def _open_bytes(self, flags: int) -> tuple[int, bool]:
+    def _open_bytes(self) -> tuple[int, bool]:
+        path, flags = self._path("bytes"), os.O_RDWR | os.O_CREAT
         if self._direct and hasattr(os, "O_DIRECT"):
             try:
-                return os.open(self._path("bytes"), flags | os.O_DIRECT, 0o600), True
+                return regular_files.private(path, flags | os.O_DIRECT), True
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the file system has no direct reads and writes
                     raise
-        return os.open(self._path("bytes"), flags, 0o600), False
+        return regular_files.private(path, flags), False
 
     def _pages_on_disk(self) -> list[tuple[int, bytes, bytes]]:
         """Return what `_begin` returns, for each sealed slot, the oldest first. A damaged seal is an empty slot."""

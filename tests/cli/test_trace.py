@@ -152,6 +152,16 @@ def test_a_file_that_cannot_be_written_is_one_line(command, path):
     assert err.startswith(f"pagedkv: error: cannot write the trace to {path}: ")
 
 
+def test_a_trace_is_for_its_user_alone_and_one_that_is_there_keeps_its_mode(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.touch(0o644)
+    for path in (old, new):
+        with traced(SimpleNamespace(events=None), path):
+            pass
+        assert json.loads(path.read_text())["traceEvents"] == []
+    assert [path.stat().st_mode & 0o777 for path in (old, new)] == [0o644, 0o600]
+
+
 def test_a_fault_of_the_engine_is_not_told_as_one_of_the_file(tmp_path):
     engine, path = SimpleNamespace(events=None), tmp_path / "t.json"
     with pytest.raises(OSError, match="of the disk under the weights"), traced(engine, path):

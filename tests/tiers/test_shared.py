@@ -384,14 +384,14 @@ def test_an_object_that_a_store_has_kept_though_it_failed_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = object_client(tmp_path)
-    put = client._obstore.put
+    write = client._write
 
     def late(*arguments: Any) -> None:
-        put(*arguments)
+        write(*arguments)
         raise TimeoutError("the answer came too late")
 
     with monkeypatch.context() as patch:
-        patch.setattr(client._obstore, "put", late)
+        patch.setattr(client, "_write", late)
         with pytest.raises(TimeoutError):
             client.put([bytes(32)], [(bytes(HEADER.size), np.zeros(9, np.uint8))])
     assert list(tmp_path.rglob("pagedkv/*"))

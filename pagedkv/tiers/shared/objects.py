@@ -19,8 +19,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pagedkv import regular_files
 from pagedkv.core.arguments import real
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.checksum import Bytes
@@ -93,7 +95,7 @@ class ObjectClient:
     def __init__(self, url: str, timeout: float, options: dict[str, Any]) -> None:
         try:
             import obstore
-            from obstore.store import from_url
+            from obstore.store import LocalStore, from_url
         except ImportError:
             raise InvalidRequest("a tier of objects needs the package obstore: pip install 'pagedkv[s3]'") from None
         self._obstore = obstore
@@ -107,6 +109,7 @@ class ObjectClient:
             self._store = from_url(url, **options)
         except Exception as error:  # obstore raises classes of its own for what it cannot read
             raise InvalidRequest(f"url is {url!r} ({error}); give one such as s3://bucket/prefix") from None
+        self._folder = Path(str(self._store.prefix or "/")) if isinstance(self._store, LocalStore) else None
         self._extents: dict[bytes, _Extent] = {}
         self._own: Counter[str] = Counter()  # records of each object of this process that were not deleted
         self._heads: set[str] = set()  # the objects whose heads were read, but for those that are not listed again
@@ -217,7 +220,7 @@ class ObjectClient:
         head = HEAD.pack(MAGIC, len(names), size) + b"".join(names)
         bodies = [part for header, content in records for part in (header, content.data)]
         try:
-            self._obstore.put(self._store, path, b"".join((head, *bodies)))
+            self._write(path, b"".join((head, *bodies)))
         except BaseException:
             self._undeleted.add(path)  # the store may have kept it
             raise
@@ -226,6 +229,15 @@ class ObjectClient:
             self._own[path] = len(names)
             for at, name in enumerate(names):
                 self._extents[name] = _Extent(path, len(head) + at * size, size)
+
+    def _write(self, path: str, content: bytes) -> None:
+        """Store an object. In a folder it is a file of this user alone: obstore's files follow the umask."""
+        if self._folder is None:
+            self._obstore.put(self._store, path, content)
+            return
+        file = self._folder / path
+        regular_files.make_folder(file.parent)
+        regular_files.write(file, content, beside=file.with_name(f".{file.name}"), durable=False)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See Client.delete. Records of other processes are only forgotten here. A failed deletion is tried again."""

@@ -1,0 +1,113 @@
+"""Files that hold keys and values, or names of pages, are this user's alone. A tier takes no file of others."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pagedkv import PagedKVCache
+from pagedkv.tiers import DiskTier, ObjectTier, Tier
+from tests.test_regular_files import MODES, PLANTED, PRECIOUS, modes, plant
+from tests.tiers.stores import Objects
+from tests.tiers.world import IDS, SPEC, World, evicted
+
+
+def objects(folder: Path) -> Tier:
+    pytest.importorskip("obstore")
+    folder.mkdir()
+    return ObjectTier(f"file://{folder}", "1MiB", key=None, linger=0.0, patience=5.0)
+
+
+MAKES: dict[str, Callable[[Path], Tier]] = {
+    "disk": lambda folder: DiskTier(folder / "tier", "1MiB"),
+    "disk, not direct": lambda folder: DiskTier(folder, "1MiB", direct=False),
+    "objects": lambda folder: objects(folder / "objects"),
+}
+
+
+@pytest.fixture(params=[0o000, 0o022])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_files_of_a_tier_are_for_this_user_alone_whatever_the_umask(
+    kind: str, umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def renamed(beside: Path, path: Path) -> None:
+        assert modes(tmp_path)["files"] == {0o600}, "before a file has its name, too"
+        replace(beside, path)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    tier = MAKES[kind](tmp_path)
+    world = evicted(tier)
+    assert world.cache.fetch(IDS).wait(20)
+    assert world.check_found(IDS) == 40
+    world.run([7, *IDS])
+    assert world.cache.tiers.flush(20)
+    world.cache.tiers.close()
+    found = modes(tmp_path)
+    assert found["files"] == {0o600}
+    made = [path for path in tmp_path.rglob("*") if path.is_dir() and path != tmp_path / "objects"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} <= {0o700}
+
+
+def test_a_snapshot_is_for_this_user_alone_whatever_the_umask(umask: int, tmp_path: Path) -> None:
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16))
+    world.run(IDS)
+    for _ in range(2):  # the second replaces the first
+        assert world.cache.snapshot(tmp_path / "a" / "snapshot") == 10
+        assert modes(tmp_path) == {"files": {0o600}, "folders": {0o700}}
+
+
+@pytest.mark.parametrize("end", ["lock", "json", "seals", "bytes"])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_disk_tier_takes_no_file_of_others_and_keeps_its_own_pages(kind: str, end: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    evicted(DiskTier(folder, "1MiB")).cache.tiers.close()
+    path = folder / f"pagedkv-tier.{end}"
+    own = {file.name: file.read_bytes() for file in folder.iterdir() if file != path}
+    aside = path.rename(tmp_path / "aside")
+    other = plant(kind, path)
+    if end == "lock" and kind in MODES:  # it holds nothing: it is closed to others
+        evicted(DiskTier(folder, "1MiB")).cache.tiers.close()
+        assert modes(folder)["files"] == {0o600}
+        return
+    with pytest.raises(OSError, match=f"(it is a|it belongs|hard links|its mode is|a directory).*pagedkv-tier.{end}"):
+        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")])
+    assert other.read_bytes() == PRECIOUS
+    assert {name: (folder / name).read_bytes() for name in own} == own
+    for planted in {path, other}:
+        planted.rmdir() if planted.is_dir() and not planted.is_symlink() else planted.unlink(missing_ok=True)
+    aside.rename(path)
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")]))
+    assert world.cache.fetch(IDS).wait(20)
+    assert world.check_found(IDS) == 40
+    world.cache.tiers.close()
+
+
+def test_an_object_is_seen_by_others_only_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedkv.tiers.shared.objects.LISTED_EVERY", 0.0)
+    tier, replace, seen = MAKES["objects"](tmp_path), os.replace, list[set[str]]()
+    client = Objects(tmp_path / "objects").client()
+
+    def look() -> set[str]:
+        client.find([bytes(32)])
+        return set(client._heads)  # type: ignore[attr-defined]
+
+    def renamed(beside: Path, path: Path) -> None:
+        seen.append(look())
+        replace(beside, path)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    evicted(tier).cache.tiers.close()
+    assert [len(heads) for heads in (*seen, look())] == list(range(len(seen) + 1))
+    assert seen
