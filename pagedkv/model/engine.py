@@ -19,7 +19,7 @@ sequence for each unfinished completion, and computes its text again. Most of it
 deadline passed ends alone, with finish_reason "error".
 
 **Threads.** Any thread may submit and cancel at any time: `submit` appends to an inbox that the next step empties, and
-`cancel` marks completions that the next step removes. One thread at a time may step.
+`cancel` marks completions that the next step removes. One thread at a time may step, and others never make it fail.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,8 @@ class Engine(ThreadGuard, fetches.OverTiers):
         self._grammars = Grammars(tokenizer)
         self._inbox: deque[Request] = deque()
         self._submitting = threading.RLock()  # a signal handler may submit, too
+        # Held while `cancel` gives frames back, and for the moment in which a step begins: the step waits for `cancel`.
+        self._turn, self._is_stepping = threading.RLock(), False
         self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
         self._is_whole, self._was_interrupted = True, False
         self._begin_guard(strict=False)
@@ -261,10 +264,9 @@ class Engine(ThreadGuard, fetches.OverTiers):
                 completion.is_reported = True
         if was_choosing:
             best_of.choose(request)
-        try:
-            self._take_in()
-        except ConcurrentUse:  # a step is under way, or another thread owns the cache
-            return
+        with self._turn, suppress(ConcurrentUse):  # raised if another thread owns the cache
+            if not self._is_stepping:
+                self._take_in()
 
     def stats(self) -> EngineStats:
         """Return counts of sequences, totals of tokens and steps, and percentiles of latencies. Any thread may call."""
@@ -289,6 +291,8 @@ class Engine(ThreadGuard, fetches.OverTiers):
             model; SystemExit of a validator, processor or drafter. An Exception of a request only ends it.
         """
         try:
+            with self._turn:
+                self._is_stepping = True
             self._step()
         except ConcurrentUse:
             if [threading.get_ident()] in self._calls.values() and self._is_under_way():
@@ -297,6 +301,8 @@ class Engine(ThreadGuard, fetches.OverTiers):
                     "a listener may only submit and cancel"
                 ) from None
             raise
+        finally:
+            self._is_stepping = False
         finished, self.delivery.finished = self.delivery.finished, []
         return finished
 
