@@ -14,9 +14,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 BITS: Final = {
     "float32": 32,
@@ -35,6 +38,9 @@ KINDS: Final = {name: kind for kind, name in enumerate(BITS)}
 COMPUTE_DTYPES: Final = ("float32", "bfloat16", "float16")
 ALIGNMENT: Final = 64
 """Every K, V and scale region starts at a multiple of this many bytes: a cache line, and any vector load."""
+
+STEP_TOKENS: Final = 2048
+"""The most new tokens of a step of the reference engine, and so of one sequence, unless another limit is given."""
 
 _UNITS: Final = {
     "": 1,
@@ -207,3 +213,20 @@ class KVSpec:
     def pages(self, num_tokens: int) -> int:
         """Return how many pages `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
+
+
+def frames_for(specs: Iterable[KVSpec], num_tokens: int, at_once: int) -> int:
+    """Return the most frames that a sequence holds until it has `num_tokens` tokens, over all layer groups.
+
+    specs: one geometry for each group. at_once: the most tokens that one plan adds. Under a window, a group holds the
+    pages of the window, of these tokens, and one page that both ends of the window cut.
+    """
+    total = 0
+    for spec in specs:
+        pages = spec.pages(num_tokens)
+        if spec.window is not None:
+            seen = spec.window - 1 + spec.keep + min(at_once, num_tokens)
+            if seen < num_tokens:
+                pages = min(pages, spec.pages(seen) + 1 + spec.pages(spec.sinks))
+        total += pages
+    return total

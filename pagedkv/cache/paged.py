@@ -54,7 +54,7 @@ from pagedkv.kernels.args import KVLayer
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.kernels.case import Case, Kernel
 from pagedkv.kernels.ops import gather_kv
-from pagedkv.spec import KVSpec
+from pagedkv.spec import KVSpec, frames_for
 from pagedkv.tiers.fetch import Fetch
 from pagedkv.tiers.stack import TierStack
 from pagedkv.tiers.tier import Tier
@@ -374,16 +374,7 @@ class PagedKVCache(Unique):
         at_once: the most tokens that one plan adds; None: all of them.
         """
         num_tokens = whole(num_tokens, "num_tokens")
-        chunk = num_tokens if at_once is None else min(at_once, num_tokens)
-        most = [
-            num_tokens if spec.window is None else min(num_tokens, spec.window - 1 + spec.keep + chunk)
-            for spec in self.specs
-        ]
-        pages = self.spec.pages
-        return sum(
-            pages(num_tokens) if tokens == num_tokens else min(pages(num_tokens), pages(tokens) + 1 + pages(spec.sinks))
-            for spec, tokens in zip(self.specs, most, strict=True)
-        )
+        return frames_for(self.specs, num_tokens, num_tokens if at_once is None else at_once)
 
     @property
     def available(self) -> int:

@@ -1,7 +1,7 @@
 """Memory arithmetic: how much KV fits beside the weights of a model, and how fast memory lets it decode. No torch.
 
     KV of n tokens    of each layer group: min(n, window) tokens
-    frames(n)         of each layer group: pages(n), or min(pages(n), pages(window) + 1); as PagedKVCache.frames_for
+    frames(n)         spec.frames_for, by which the engine admits a request: under a window, a chunk of the prompt counts
     num_frames        (memory - weights) / frame bytes
     waste             1 - bytes that a step reads / bytes of the mapped frames, over the steps of a sequence that grows
                       to the context
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.spec import BITS
+from pagedkv.spec import BITS, STEP_TOKENS, frames_for
 
 if TYPE_CHECKING:
     from pagedkv.checkpoint.config import ModelConfig
@@ -39,12 +39,14 @@ class Footprint:
     """The memory that a model takes on each of `gpus` GPUs, which have equal shares of it.
 
     specs: one geometry per layer group. weight_bytes: bytes of all weights. read_bytes: bytes that each step reads.
+    at_once: the most tokens of one sequence that a step computes.
     """
 
     gpus: int
     specs: tuple[KVSpec, ...]
     weight_bytes: int
     read_bytes: int
+    at_once: int = STEP_TOKENS
 
     @property
     def block_size(self) -> int:
@@ -62,8 +64,8 @@ class Footprint:
         return max(spec.frame_bytes for spec in self.specs)
 
     def frames(self, num_tokens: int) -> int:
-        """Return the most frames that a sequence holds until it has `num_tokens` tokens, one token a step."""
-        return sum(_frames(spec, num_tokens) for spec in self.specs)
+        """Return the most frames that a sequence holds until it has `num_tokens` tokens."""
+        return frames_for(self.specs, num_tokens, self.at_once)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return the bytes of KV that a step reads for a sequence of `num_tokens` tokens."""
@@ -84,8 +86,9 @@ class Footprint:
         return low
 
     def sequences(self, num_frames: int, context: int) -> int:
-        """Return how many sequences of `context` tokens fit into so many frames."""
-        return num_frames // self.frames(context)
+        """Return how many sequences of `context` tokens fit into `num_frames`: one in its prompt, the others behind it."""
+        free = num_frames - self.frames(context)
+        return 0 if free < 0 else 1 + free // frames_for(self.specs, context, 1)
 
     def tokens_per_s(self, bandwidth: int, context: int, sequences: int = 1) -> float:
         """Return the tokens per second of all `sequences` together, if memory gives `bandwidth` bytes a second."""
@@ -95,12 +98,6 @@ class Footprint:
         """Return the share of mapped bytes that no step reads, while a sequence grows from 1 to `context` tokens."""
         read = sum(spec.bytes_per_token * _sum_of_tokens(context, spec.window) for spec in self.specs)
         return 1 - read / (self.frame_bytes * sum(_sum_of_pages(context, spec) for spec in self.specs))
-
-
-def _frames(spec: KVSpec, num_tokens: int) -> int:
-    if spec.window is None or num_tokens <= spec.window:
-        return spec.pages(num_tokens)
-    return min(spec.pages(num_tokens), spec.pages(spec.window) + 1)
 
 
 def _sum_of_tokens(context: int, window: int | None) -> int:

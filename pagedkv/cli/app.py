@@ -252,6 +252,7 @@ def fit(
     memory: options.FitMemory = None,
     bandwidth: options.FitBandwidth = None,
     gpus: options.FitGpus = 1,
+    prefill_chunk: options.FitChunk = None,
     as_json: options.FitJson = False,
 ) -> None:
     """Bytes of KV, contexts and sequences that fit into memory beside the weights, and the speed that memory allows."""
@@ -261,7 +262,7 @@ def fit(
     given: dict[str, Any] = {name: value for name, value in (numbers | {"window": window}).items() if value is not None}
     given |= {"value_in_key": True} if value_in_key else {}
     stored = {"dtype": dtype, "kv_dtype": kv_dtype, "block_size": block_size}
-    run(Arguments(model, given, stored, weights, context, memory, bandwidth, gpus, as_json))
+    run(Arguments(model, given, stored, weights, context, memory, bandwidth, gpus, prefill_chunk, as_json))
 
 
 @app.command()

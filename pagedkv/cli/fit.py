@@ -7,7 +7,7 @@ three tables    KV of a token, a frame and a context; what GPUs hold; waste by b
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from pagedkv.checkpoint.config import ModelConfig
 from pagedkv.checkpoint.files import read_json
 from pagedkv.checkpoint.fit import WEIGHT_BITS, Footprint, counts_of_gpus, footprint_of_config, footprint_of_numbers
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.spec import KVSpec, parse_bytes
+from pagedkv.spec import STEP_TOKENS, KVSpec, parse_bytes
 
 CAPTION: Final = (
     "weights and frames are those of each GPU\n"
@@ -47,6 +47,7 @@ class Arguments:
     memory: str | None
     bandwidth: str | None
     gpus: int
+    prefill_chunk: int | None
     as_json: bool
 
 
@@ -63,10 +64,12 @@ class Model:
         """Return the memory that it takes on each of so many GPUs. block_size: another one than was asked for."""
         stored = {**self.args.stored, "block_size": block_size or self.args.stored["block_size"]}
         if self.config is not None:
-            return footprint_of_config(self.config, self.config.specs(**stored), gpus, self.weights)
-        assert not isinstance(self.weights, str)
-        stored["dtype"] = stored["dtype"] or DEFAULT_DTYPE
-        return footprint_of_numbers(KVSpec(**self.args.numbers, **stored), self.weights or 0, gpus)
+            found = footprint_of_config(self.config, self.config.specs(**stored), gpus, self.weights)
+        else:
+            assert not isinstance(self.weights, str)
+            stored["dtype"] = stored["dtype"] or DEFAULT_DTYPE
+            found = footprint_of_numbers(KVSpec(**self.args.numbers, **stored), self.weights or 0, gpus)
+        return replace(found, at_once=min(self.args.prefill_chunk or STEP_TOKENS, STEP_TOKENS))
 
     @property
     def knows_weights(self) -> bool:

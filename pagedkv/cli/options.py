@@ -246,6 +246,7 @@ FitWeights = Annotated[
 FitContext = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help="Tokens of each sequence.")]
 FitMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, for weights and KV; such as 72GB.")]
 FitBandwidth = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, such as 3.35TB/s.")]
+FitChunk = Annotated[int | None, typer.Option("--prefill-chunk", metavar="N", min=1, help="Of a prompt in a step.")]
 FitGpus = Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="1 to N that share the heads equally.")]
 FitJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no more.")]
 

@@ -92,7 +92,9 @@ def test_windows_are_counted_in_layer_groups(fit, command, config):
     folder = config(model_type="gemma2", sliding_window=1024)
     found = fit("--model", folder)
     assert found["windows"] == [[None, 2], [1024, 2]]
-    assert found["context_frames"] == 8192 // 16 + 1024 // 16 + 1
+    assert found["context_frames"] == 8192 // 16 + (1023 + 2048) // 16 + 2
+    assert fit("--model", folder, "--prefill-chunk", 1)["context_frames"] == 8192 // 16 + 1024 // 16 + 1
+    assert fit("--model", folder, "--prefill-chunk", 4096) == found  # a step has 2,048 tokens
     assert "layer groups  2 of no window, 2 of window 1,024" in command("fit", "--model", folder).out
     windows = ("--layers", 4, "--kv-heads", 2, "--head-dim", 8, "--window", 64, "--memory", "1GB")
     assert fit(*windows)["gpus"][0]["longest_context"] is None

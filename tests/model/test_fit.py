@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -21,11 +21,13 @@ from pagedkv.checkpoint.fit import (
     footprint_of_config,
     footprint_of_numbers,
 )
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.core import MemoryManager
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.linear import matrix
 from pagedkv.kernels.linear.matrix import Matrix
+from pagedkv.model import Engine, Limits, SamplingParams
 from pagedkv.model.decoder import Decoder
 
 from .conftest import CHECKPOINTS
@@ -131,14 +133,45 @@ def test_fewer_kv_heads_than_gpus_are_repeated():
 
 @pytest.mark.parametrize("name", HYBRID)
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_frames_are_those_of_a_cache(checkpoint, name, block_size):
-    config = checkpoint(name).decoder().config
-    specs = config.specs(block_size=block_size, dtype="float32")
-    footprint = footprint_of_config(config, specs, 1)
-    cache = PagedKVCache(specs, layer_groups=config.layer_groups(), num_frames=8)
-    assert footprint.frame_bytes == cache.frame_bytes
-    for length in range(1, 120):
-        assert footprint.frames(length) == cache.frames_for(length, 1)
+@pytest.mark.parametrize("chunk", [1, 7, 2048])
+def test_the_engine_takes_a_context_in_the_frames_that_are_counted_for_it(checkpoint, name, block_size, chunk):
+    decoder = checkpoint(name).decoder()
+    specs = decoder.config.specs(block_size=block_size, dtype="float32")
+    footprint = replace(footprint_of_config(decoder.config, specs, 1), at_once=chunk)
+    length = 90
+    for frames in (footprint.frames(length - 1), footprint.frames(length - 1) - 1):
+        cache = PagedKVCache(specs, layer_groups=decoder.config.layer_groups(), num_frames=frames)
+        assert footprint.frame_bytes == cache.frame_bytes
+        for num_prompt in (3, length - 3):
+            engine = Engine(decoder, Tokenizer.load(BUNDLED), cache, limits=Limits(prefill_chunk=chunk))
+            params = SamplingParams(max_tokens=length - num_prompt, ignore_eos=True)
+            if frames < footprint.frames(length - 1):
+                with pytest.raises(InvalidRequest, match=f"take {frames + 1} frames of {block_size} tokens"):
+                    engine.submit([5] * num_prompt, params)
+                continue
+            [request] = engine.generate([[5] * num_prompt], params)
+            assert len(request.completions[0].token_ids) == length - num_prompt
+            assert engine.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_as_many_sequences_grow_in_a_pool_as_are_counted(window, chunk):
+    """Each in its turn computes a prompt of 60 tokens, then all decode together."""
+    spec = KVSpec(1, 1, 32, block_size=4, window=window, dtype="float32")
+    for num_frames in (0, 1, 15, 24, 100):
+        count = Footprint(1, (spec,), 0, 0, chunk).sequences(num_frames, 80)
+        mm = MemoryManager(max(1, num_frames), 4, prefix_cache=False, groups=[Group(window)])
+        spaces = [mm.open() for _ in range(count)]
+        for space in spaces:
+            while len(space) < 60:
+                mm.commit(mm.plan([space], [min(chunk, 60 - len(space))]), None)
+        for _ in range(20 if spaces else 0):
+            mm.commit(mm.plan(spaces, [1] * count), None)
+        if window is None:
+            assert count == num_frames // 20
+        else:
+            assert count or num_frames < spec.pages(window - 1 + chunk) + 1
 
 
 @pytest.mark.parametrize(("window", "block_size"), [(None, 1), (None, 4), (1, 1), (1, 3), (6, 4), (9, 4), (7, 16)])
@@ -163,7 +196,9 @@ def test_the_longest_context_is_the_last_that_fits():
             longest = footprint.longest_context(num_frames)
             assert longest is not None
             assert footprint.frames(longest) <= num_frames < footprint.frames(longest + 1)
-    assert Footprint(1, (KVSpec(2, 1, 8, window=100),), 0, 0).longest_context(8) is None
+    windowed = (KVSpec(2, 1, 8, window=100),)
+    assert Footprint(1, windowed, 0, 0, at_once=1).longest_context(8) is None
+    assert Footprint(1, windowed, 0, 0).longest_context(8) == 8 * 16  # the chunk of a longer prompt needs more
     assert footprint.num_frames(999) == 0
     assert footprint.num_frames(1000 + 3 * footprint.frame_bytes) == 3
 
