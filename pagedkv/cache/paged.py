@@ -45,6 +45,7 @@ from pagedkv.core.observe.misses import Miss
 from pagedkv.core.observe.stats import Usage
 from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.core.recovery import Assignment, Recovered
+from pagedkv.core.spaces.awaited import Awaited
 from pagedkv.core.spaces.opening import Opened, Salt
 from pagedkv.core.state import I32
 from pagedkv.core.thread_guard import Unique
@@ -248,6 +249,13 @@ class PagedKVCache(Unique):
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
         return self.tiers.fetch(self, token_ids, tenant, salt, timeout, hold)
+
+    @breaks_graph
+    def awaited(
+        self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
+    ) -> Awaited | None:
+        """Return the longer prefix of `token_ids` that an open space is to publish. See MemoryManager.awaited."""
+        return self.manager.awaited(token_ids, tenant=tenant, salt=salt)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""

@@ -31,6 +31,7 @@ from pagedkv.core.pool import epochs
 from pagedkv.core.pool.policies import Policy, advised, chosen, install
 from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.recovery import Assignment, assign_together
+from pagedkv.core.spaces.awaited import OpenPrompts
 from pagedkv.core.spaces.opening import OpeningMixin
 from pagedkv.core.spaces.reordering import ReorderMixin
 from pagedkv.core.state import I32
@@ -109,7 +110,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             ) from None
         install(self.policy, self.state.reg)
         self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
-        self._roots = Roots()
+        self._roots, self._open_prompts = Roots(), OpenPrompts()
         self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
         self._proves = debug.level() >= 3  # read once: the environment takes a tenth of a small step
         self._begin_recovery()

@@ -25,6 +25,7 @@ from pagedkv.model import fetches
 from pagedkv.model.loop import gangs
 from pagedkv.model.loop.preemption import POLICIES, Preemption
 from pagedkv.model.loop.sequence import Chunk, SequenceState
+from pagedkv.spec import STEP_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ class Limits:
     max_waiting:      requests that wait for their first step; `Engine.submit` refuses more. None for no limit.
     """
 
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = STEP_TOKENS
     max_sequences: int = 256
     prefill_chunk: int | None = None
     max_waiting: int | None = None
@@ -88,6 +89,7 @@ class Scheduler:
         self.preemptions: int = 0
         # Frames available when the head of the queue was refused: it is tried again only when there are more.
         self._available_at_refusal = -1
+        self._computing: dict[int, SequenceState] = {}  # running sequences that compute a prompt, by asid
         self.searching: set[Request] = set()
         """The requests with beams that may have sequences."""
 
@@ -274,17 +276,10 @@ class Scheduler:
         assign_together((*queues, (self, "_available_at_refusal", -1), (self, "searching", searching)))
 
     def _choose(self, *, admit: bool) -> list[Chunk]:
-        """Return the chunks of the next step within the limits: running sequences, then, if `admit`, waiting ones."""
-        while (
-            admit
-            and self.running
-            and (head := fetches.first_ready(self.cache, self.waiting))
-            and _priority(head) < _priority(self.running[-1])
-        ):
-            if not self._admit(head):
-                break
-            self._start(head)
-        budget, longest, preemptions = self.limits.max_batch_tokens, self.limits.chunk, self.preemptions
+        """Return the chunks of the next step within the limits. admit: let sequences that wait run, if they can."""
+        if admit and self.waiting:
+            self._admit_waiting()
+        budget, longest = self.limits.max_batch_tokens, self.limits.chunk
         chunks: list[Chunk] = []
         # Of equally urgent sequences those that decode first: a reader waits for their text.
         running = [(sequence, sequence.remaining) for sequence in self.running]
@@ -298,25 +293,58 @@ class Scheduler:
             if num_tokens:
                 chunks.append(Chunk(sequence, num_tokens, remaining))
                 budget -= num_tokens
-        if most:
-            chunks = gangs.whole_gangs(chunks, most)
-        while admit and budget and (first := fetches.first_ready(self.cache, self.waiting)) and self._admit(first):
+        return gangs.whole_gangs(chunks, most) if most else chunks
+
+    def _admit_waiting(self) -> None:
+        """Admit waiting sequences in order: those more urgent than a running one, then as many as a step has room for.
+
+        A sequence whose pages are on their way, or are computed by another one, is passed over.
+        """
+        budget = self.limits.max_batch_tokens
+        self._computing = {}
+        for sequence in self.running:
+            budget -= self._run(sequence)
+        candidates = iter(tuple(self.waiting))
+        while first := fetches.first_ready(self.cache, candidates):
+            if budget <= 0 and _priority(first) >= _priority(self.running[-1]):
+                return
+            if self._awaits(first):
+                continue
+            if not self._admit(first):
+                return
             self._start(first)
-            remaining = first.remaining
-            num_tokens = min(remaining, longest, budget)
-            chunks.append(Chunk(first, num_tokens, remaining))
-            budget -= num_tokens
-        if self.preemptions != preemptions:  # by a more urgent prompt whose pages arrived between the two loops
-            running_now = set(self.running)
-            chunks = [chunk for chunk in chunks if chunk.sequence in running_now]
-        return chunks
+            budget -= self._run(first)
 
     def _start(self, sequence: SequenceState) -> None:
         """Move a waiting sequence, which was admitted, to the running ones."""
         self.waiting.remove(sequence)
         fetches.release(sequence)
-        sequence.fetch = None
+        sequence.fetch = sequence.awaited = None
         self.running.insert(_place(self.running, sequence), sequence)
+
+    def _run(self, sequence: SequenceState) -> int:
+        """Note a running sequence by its asid if it computes a prompt. Return the most tokens of its next chunk."""
+        remaining = sequence.remaining
+        if remaining > 1 and sequence.space is not None:
+            self._computing[sequence.space.asid] = sequence
+        return min(remaining, self.limits.chunk)
+
+    def _awaits(self, sequence: SequenceState) -> bool:
+        """Return whether a running sequence, no less urgent, computes pages now that a waiting one would compute too.
+
+        The waiting one is admitted behind them, so that prompts which arrive together compute their prefix once.
+        """
+        if not self._computing or sequence.space is not None:
+            return False
+        leader, end = sequence.awaited or (None, 0)
+        space = leader.space if leader is not None else None
+        if space is None or self._computing.get(space.asid) is not leader or len(space) >= end:
+            found = self.cache.awaited(sequence.tokens, tenant=sequence.completion.request.tenant)
+            leader = self._computing.get(found.asid) if found is not None else None
+            if found is None or leader is None or _priority(leader) > _priority(sequence):
+                return False
+            sequence.awaited = leader, found.tokens
+        return True
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Open an address space for `sequence` if its frames and those promised to running sequences fit the pool.

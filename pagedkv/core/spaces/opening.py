@@ -1,7 +1,7 @@
 """Opening: the methods of MemoryManager that look a prompt up and open a space for it.
 
 The identity of a prompt is its tenant, its tokens and its salts (prefix/roots.py). `open` maps what is known and takes
-references; `lookup` and `why` only look: they change no reference, no order of eviction and no statistic.
+references; `lookup`, `awaited` and `why` only look: they change no reference, order of eviction or statistic.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pagedkv.core.observe.misses import Miss, explain, known_tokens
 from pagedkv.core.pool.policies import Policy, retained
 from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.recovery import RecoveryMixin
+from pagedkv.core.spaces.awaited import Awaited, OpenPrompts
 from pagedkv.core.state import I32, State
 from pagedkv.core.tables import page_tables
 from pagedkv.core.tenants import TenantMixin
@@ -70,6 +71,7 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
     state: State
     block_size: int
     policy: Policy
+    _open_prompts: OpenPrompts
 
     if TYPE_CHECKING:
 
@@ -168,6 +170,8 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         )
         if self._is_observed:
             self._record_open((tenant, salts), root, ids, asid)
+        if self.prefix_cache and not self._is_restoring():
+            self._open_prompts.add(self.state, asid, (tenant, salts), ids)
         return self._opened(asid, generation)
 
     @exclusive
@@ -182,6 +186,21 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         """
         ids = token_row(token_ids)
         return known_tokens(self.state, self._roots, (tenant_name(tenant), salt_row(salt)), ids, len(ids))
+
+    @exclusive
+    def awaited(
+        self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
+    ) -> Awaited | None:
+        """Return the longer prefix of `token_ids` that an open space is to publish; None if `open` finds all there is.
+
+        For prompts that arrive together: open the others when the space has `tokens` tokens, and their common pages
+        are computed once. Wait only while that space is in your steps: one that is released, cut or left alone never
+        gets there. The call changes nothing. O(length of the prompt) for each open space that shares the first page.
+        Raises: InvalidRequest if the ids are not one row of int32 numbers
+        """
+        ids, prompt = token_row(token_ids), (tenant_name(tenant), salt_row(salt))
+        known = known_tokens(self.state, self._roots, prompt, ids, len(ids))
+        return self._open_prompts.longest(self.state, prompt, ids, known)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`, see misses.Miss.

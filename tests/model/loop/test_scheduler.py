@@ -103,3 +103,69 @@ def test_an_end_that_no_listener_knows_is_work(checkpoint: Callable[[str], Check
     assert engine.step() == late.completions
     assert heard == ["", "error"]
     assert idle(engine)
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "one page in common": {"common": 16, "own": 20},
+    "a page less one token": {"common": 15, "own": 20},
+    "many pages, nothing else": {"common": 65, "own": 0},
+    "chunks of a prompt": {"common": 100, "own": 3, "limits": Limits(prefill_chunk=8)},
+    "a step for one prompt": {"common": 90, "own": 30, "limits": Limits(max_batch_tokens=32)},
+    "windows": {"name": "gemma3", "common": 60, "own": 8},
+    "samples": {"common": 70, "own": 5, "options": {"num_samples": 2}},
+    "beams": {"common": 40, "own": 9, "params": BEAMS},
+    "small blocks": {"common": 30, "own": 2, "block_size": 4},
+    "a pool of two prompts": {"common": 80, "own": 16, "num_frames": 16},
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_prompts_that_arrive_together_compute_their_prefix_once(
+    case: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    told = {"name": "llama", "block_size": 16, "num_frames": 400, "params": PARAMS, "limits": None, "options": {}}
+    told |= TOGETHER[case]
+    common, own, size = told["common"], told["own"], told["block_size"]
+    prompts = [prompt_of(common) + prompt_of(own, seed) for seed in range(6)]
+    made = {"block_size": size, "num_frames": told["num_frames"], "limits": told["limits"]}
+    engine = build(checkpoint(told["name"]), **made)
+    requests = engine.generate(prompts, told["params"], **told["options"])
+    computed = sum(map(len, prompts)) - engine.cache.stats().tokens_matched
+    assert computed <= common + len(prompts) * (own + size) or engine.scheduler.preemptions
+    for prompt, request in zip(prompts, requests, strict=True):
+        alone = build(checkpoint(told["name"]), **made).generate([prompt], told["params"], **told["options"])
+        assert outputs([request]) == outputs(alone)
+    assert idle(engine)
+
+
+def test_a_prompt_waits_for_no_less_urgent_one(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), num_frames=400, limits=Limits(prefill_chunk=16))
+    prompt = prompt_of(120)
+    leader = engine.submit(prompt, PARAMS, priority=1)
+    engine.step()
+    later, urgent, other = (engine.submit(prompt, PARAMS, priority=priority) for priority in (1, 0, 2))
+    unlike = engine.submit(prompt_of(30, 9), PARAMS, priority=3)
+    engine.step()
+    assert set(running(engine)) == {request.completions[0] for request in (leader, urgent, unlike)}
+    engine.run()
+    assert idle(engine)
+    for request in (later, other):
+        assert request.completions[0].cached_tokens == 112
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail", "preempt"])
+def test_a_prompt_goes_on_when_the_one_it_waits_for_ends(end: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), num_frames=400, limits=Limits(prefill_chunk=16), preemption="keep")
+    prompts = [prompt_of(120) + prompt_of(3, seed) for seed in range(3)]
+    leader, *others = [engine.submit(prompt, PARAMS) for prompt in prompts]
+    engine.step()
+    assert running(engine) == leader.completions
+    if end == "cancel":
+        engine.cancel(leader)
+    elif end == "fail":
+        leader.fail("on purpose")
+    else:
+        engine.scheduler.preempt(engine.scheduler.running[0], 1)
+    engine.run()
+    assert all(len(request.completions[0].token_ids) == 12 for request in others)
+    assert idle(engine)
