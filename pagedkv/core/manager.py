@@ -482,6 +482,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             page_tables.retire_spaces(self.state, *epochs, np.array(asids, np.int32))
         for asid in asids:
             self._handles.pop(asid, None)
+            self._open_prompts.remove(asid)
         if self.state.reg[st.CLOSED_LONG]:
             st.return_memory(self.state)
 

@@ -4,20 +4,18 @@
     another prompt             | known                | awaited       | own tokens    equal in whole pages up to here
 
 A caller that opens the other prompt at once computes the awaited pages a second time. This file only remembers what
-`open` was given: it promises no page, changes no space, and may forget a prompt. A prompt that has no full page left to
-compute is never kept. Memory: at most twice the prompts that open spaces have still to compute, and 64 more.
+`open` was given, until the space is released or a question finds its pages computed. It promises no page, and changes no
+space.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.state import ALL_NAMED, I32, State
-
-_LEAST: Final = 64
 
 
 class Awaited(NamedTuple):
@@ -32,62 +30,50 @@ class Awaited(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    asid: int
     generation: int
+    tenant: bytes
     salts: Salts
+    first_page: bytes
     ids: I32
 
 
 class OpenPrompts:
-    """The prompts that open spaces have to compute, by tenant and first page."""
+    """The prompts that open spaces have to compute, by asid."""
 
     def __init__(self) -> None:
-        self._by_page: dict[tuple[bytes, bytes], list[_Prompt]] = {}
-        self._count, self._sweep_at = 0, _LEAST
+        self._prompts: dict[int, _Prompt] = {}
 
-    def add(self, state: State, asid: int, prompt: tuple[bytes, Salts], ids: I32) -> None:
-        """Remember the prompt of a space that was opened now. prompt: its tenant and its salts."""
-        size = state.tokens.shape[1]
-        if len(ids) // size <= int(state.spaces["length"][asid]) // size:
-            return
-        if self._count >= self._sweep_at:
-            self._sweep(state)
-        entry = _Prompt(asid, int(state.spaces["generation"][asid]), prompt[1], ids.copy())
-        self._by_page.setdefault((prompt[0], ids[:size].tobytes()), []).append(entry)
-        self._count += 1
+    def add(self, space: tuple[int, int], tenant: bytes, salts: Salts, ids: I32, block_size: int) -> None:
+        """Remember the prompt of a space that was opened now. space: its asid and generation."""
+        if len(ids) >= block_size:
+            page = ids[:block_size].tobytes()
+            self._prompts[space[0]] = _Prompt(space[1], tenant, salts, page, ids.copy())  # the caller may write there
+
+    def remove(self, asid: int) -> None:
+        """Forget the prompt of a space that was released."""
+        self._prompts.pop(asid, None)
 
     def longest(self, state: State, prompt: tuple[bytes, Salts], ids: I32, known: int) -> Awaited | None:
         """Return the longest prefix beyond `known` tokens that an open space is to publish; None if there is none.
 
-        O(length of the prompt), times the open spaces that compute prompts with the same first page.
+        prompt: its tenant and its salts.
+        O(spaces that compute a prompt), and O(length of the prompt) for those with the same first page.
         """
-        size = state.tokens.shape[1]
-        best = Awaited(-1, known)
-        for entry in self._by_page.get((prompt[0], ids[:size].tobytes()), ()):
-            if _is_computed(state, entry):
-                common = _common(ids, entry.ids, prompt[1], entry.salts)
+        size, spaces = state.tokens.shape[1], state.spaces.view(np.ndarray)
+        page, best, computed = ids[:size].tobytes(), Awaited(-1, known), []
+        for asid, its in self._prompts.items():
+            space = spaces[asid]
+            if space["generation"] != its.generation or space["length"] // size >= len(its.ids) // size:
+                computed.append(asid)
+            elif its.first_page == page and its.tenant == prompt[0]:
+                common = _common(ids, its.ids, prompt[1], its.salts)
                 common = min(common, len(ids) - 1) // size * size
-                if common > max(best.tokens, int(state.spaces["length"][entry.asid])):
-                    best = Awaited(entry.asid, common)
+                publishes = not space["no_publish"] and space["named"] == ALL_NAMED
+                if publishes and common > max(best.tokens, space["length"]):
+                    best = Awaited(asid, common)
+        for asid in computed:
+            self.remove(asid)
         return best if best.asid >= 0 else None
-
-    def _sweep(self, state: State) -> None:
-        """Forget the prompts that no space computes any more."""
-        kept = {page: [e for e in entries if _is_computed(state, e)] for page, entries in self._by_page.items()}
-        self._by_page = {page: entries for page, entries in kept.items() if entries}
-        self._count = sum(map(len, self._by_page.values()))
-        self._sweep_at = 2 * self._count + _LEAST
-
-
-def _is_computed(state: State, entry: _Prompt) -> bool:
-    """Return whether the space of `entry` is open, has pages of its prompt to compute, and will publish them."""
-    space, size = state.spaces.view(np.ndarray)[entry.asid], state.tokens.shape[1]
-    return bool(
-        space["generation"] == entry.generation
-        and len(entry.ids) // size > space["length"] // size
-        and not space["no_publish"]
-        and space["named"] == ALL_NAMED
-    )
 
 
 def _common(ids: I32, others: I32, salts: Salts, other_salts: Salts) -> int:

@@ -170,8 +170,7 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         )
         if self._is_observed:
             self._record_open((tenant, salts), root, ids, asid)
-        if self.prefix_cache and not self._is_restoring():
-            self._open_prompts.add(self.state, asid, (tenant, salts), ids)
+        self._open_prompts.add((asid, generation), tenant, salts, ids, self.block_size)
         return self._opened(asid, generation)
 
     @exclusive
@@ -195,10 +194,13 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
 
         For prompts that arrive together: open the others when the space has `tokens` tokens, and their common pages
         are computed once. Wait only while that space is in your steps: one that is released, cut or left alone never
-        gets there. The call changes nothing. O(length of the prompt) for each open space that shares the first page.
+        gets there. The call changes nothing that others see. O(length of the prompt) for each open space that computes
+        a prompt with the same first page.
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
         ids, prompt = token_row(token_ids), (tenant_name(tenant), salt_row(salt))
+        if not self.prefix_cache:
+            return None
         known = known_tokens(self.state, self._roots, prompt, ids, len(ids))
         return self._open_prompts.longest(self.state, prompt, ids, known)
 

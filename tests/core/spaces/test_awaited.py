@@ -95,11 +95,16 @@ def test_a_space_that_publishes_nothing_is_not_awaited() -> None:
 
 
 def test_prompts_of_closed_spaces_are_forgotten() -> None:
-    mm = MemoryManager(64, SIZE)
-    for first in range(5000):
+    mm = MemoryManager(200, SIZE)
+    for first in range(50):
         mm.open(range(first, first + 20)).release()
-    kept = sum(map(len, mm._open_prompts._by_page.values()))
-    assert kept <= 64
+    assert not mm._open_prompts._prompts
+    for first in range(20):  # a step that computes the prompts, and the next question
+        space = mm.open(range(first, first + 20))
+        commit(mm, space, list(range(first, first + 20)))
+        space.detach()
+        assert mm.awaited(range(first, first + 20)) is None
+    assert not mm._open_prompts._prompts
 
 
 def test_awaited_refuses_what_open_refuses() -> None:
