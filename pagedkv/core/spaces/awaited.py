@@ -4,8 +4,7 @@
     another prompt             | known                | awaited       | own tokens    equal in whole pages up to here
 
 A caller that opens the other prompt at once computes the awaited pages a second time. This file only remembers what
-`open` was given, until the space is released or a question finds its pages computed. It promises no page, and changes no
-space.
+`open` was given, until the space is released or a question finds its pages computed. It promises no page.
 """
 
 from __future__ import annotations
