@@ -333,8 +333,11 @@ def invoke(argv: list[str] | None = None) -> int:
 
 
 def _check_environment() -> None:
-    """Raise InvalidRequest if PAGEDKV_DEBUG has no valid value."""
+    """Raise InvalidRequest if PAGEDKV_DEBUG has no valid value, or numba could not start with NUMBA_NUM_THREADS."""
+    debug.level()
     try:
-        debug.level()
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+        threads = int(os.environ.get("NUMBA_NUM_THREADS", 1))
+    except ValueError:  # then numba takes its default
+        return
+    if threads < 1:
+        raise InvalidRequest(f"NUMBA_NUM_THREADS is {threads}; set it to a number of threads from 1 on, or unset it")

@@ -59,13 +59,16 @@ class Routes:
         self.metrics: Metrics = Metrics(self._engine)
         self.is_draining: bool = False
         self._began = int(time.time())
-        app = FastAPI(title="pagedkv", docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(title="pagedkv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/metrics", self.scrape, methods=["GET"])
+        for path, handler in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+            ("/health", self.health),
+            ("/metrics", self.scrape),
+        ):
+            app.add_api_route(path, handler, methods=["GET", "HEAD"])
         app.add_exception_handler(PagedKVError, self._refusal)
         app.add_exception_handler(HTTPException, self._refusal)
         app.add_exception_handler(Exception, self._refusal)
@@ -206,7 +209,9 @@ class Routes:
         if isinstance(error, EngineStopped):
             return self._error(503, str(error), "server_error")
         if isinstance(error, HTTPException):
-            return self._error(error.status_code, f"{error.detail}: no such route or method", "invalid_request_error")
+            answer = self._error(error.status_code, f"{error.detail}: no such route or method", "invalid_request_error")
+            answer.headers.update(error.headers or {})  # Allow
+            return answer
         return self._error(500, "the server failed; its log has the reason", "server_error")
 
     def _error(self, status: int, message: str, kind: str, **named: str | None) -> Response:

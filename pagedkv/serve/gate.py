@@ -1,7 +1,7 @@
 """The gate before the routes: host, key, number of requests, size and time of a body. Plain ASGI; knows no engine.
 
-    request ─▶ host? ─▶ key? ─▶ draining? fewer than max_requests inside? ─▶ body whole, small, in time? ─▶ the routes
-                421      401       503        429                                413, 408, 415
+    request ─▶ one length, host? ─▶ key? ─▶ draining? fewer than max_requests inside? ─▶ body whole, small, in time?
+                  400       421      401       503        429                                413, 408, 415  ─▶ routes
 
 The key is asked for before a byte of the body is read. A body must be declared as JSON: a page of another site in a
 browser cannot send that without leave (CORS), and no leave is ever given. A page whose own name leads to this machine
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -37,6 +38,9 @@ PART: Final = 2**16
 """Bytes of an answer that are handed to the connection at once."""
 
 RETRY_SECONDS: Final = 1
+
+_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{0,5})?", re.ASCII)
+"""The whole of a Host header (RFC 9110, 7.2), and no more."""
 
 GONE: Final = 499
 """The status under which an answer is counted whose client went away before it began: nginx's number."""
@@ -90,7 +94,9 @@ class Gate:
 
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        self._check_host(headers)
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may have read the other one
+            raise _Refused(400, "the request has a Content-Length and a Transfer-Encoding; send one of them")
+        self._check_host([host.decode("latin-1") for name, host in scope["headers"] if name == b"host"])
         if scope["method"] == "POST" or scope["path"].startswith("/v1/"):  # a body takes a place, whatever its path
             scope.setdefault("state", {})["tenant"] = self._tenant(headers)
         if scope["method"] != "POST":
@@ -104,13 +110,14 @@ class Gate:
         finally:
             self.num_inside -= 1
 
-    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+    def _check_host(self, hosts: list[str]) -> None:
         """Refuse a name that is not allowed. A browser names the host of the page; HTTP/1.0 may name none."""
-        host = headers.get(b"host", b"").decode("latin-1")
-        if self._rules.hosts is not None and host and not is_allowed(host, self._rules.hosts):
+        names = self._rules.hosts
+        if names is not None and not all(is_allowed(host, names) for host in hosts):
+            shown = ", ".join(hosts)[:80]
             raise _Refused(
                 421,
-                f"the Host header is {host[:80]!r}, a name under which this server is not known; ask for 127.0.0.1 or "
+                f"the Host header is {shown!r}, a name under which this server is not known; ask for 127.0.0.1 or "
                 "localhost, or start the server with --allowed-host",
                 code="host_not_allowed",
             )
@@ -167,11 +174,15 @@ class Gate:
 
 
 def is_allowed(host: str, names: frozenset[str]) -> bool:
-    """Return whether a Host header has one of `names`, or an address: no DNS leads there."""
-    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
-    name = name.strip("[]").lower().removesuffix(".")
+    """Return whether a Host header is one of `names`, or an address: no DNS leads there. A port may follow."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
     try:
-        return name in names or bool(ipaddress.ip_address(name))
+        if found["address"]:
+            return bool(ipaddress.IPv6Address(found["address"]))
+        name = found["name"].lower().removesuffix(".")
+        return name in names or bool(ipaddress.IPv4Address(name))
     except ValueError:
         return False
 
@@ -208,7 +219,7 @@ async def _answer(refused: _Refused, send: Send) -> None:
         headers.append((b"retry-after", str(RETRY_SECONDS).encode()))
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if refused.status in (408, 413):
-        headers.append((b"connection", b"close"))  # the rest of the body was not read
+    if refused.status in (400, 408, 413):
+        headers.append((b"connection", b"close"))  # the rest of the body was not read, or may be another request
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

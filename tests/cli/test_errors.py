@@ -36,7 +36,7 @@ def refused(command):
         ("--temperature=-0.5", "temperature is -0.5"),
         ("--temperature=nan", "temperature is nan"),
         ("--top-k=-2", "top_k is -2"),
-        ("--top-p=0", "top_p is 0"),
+        ("--top-p=-0.1", "top_p is -0.1"),
         ("--min-p=1.5", "min_p is 1.5"),
         ("--repetition-penalty=0", "repetition_penalty is 0"),
         ("--frequency-penalty=3", "frequency_penalty is 3.0; it must be between -2 and 2"),
@@ -237,6 +237,13 @@ def test_a_bad_environment_variable_is_refused(refused, monkeypatch):
     assert "no kernel 'warp'" in refused()
     monkeypatch.setenv("PAGEDKV_DEBUG", "9")
     assert "PAGEDKV_DEBUG is '9'" in refused()
+
+
+@pytest.mark.parametrize("number", ["0", "-1", " -3 ", "-99999999999999999999"])
+def test_a_number_of_threads_that_numba_cannot_start_is_refused_in_one_sentence(refused, monkeypatch, number):
+    """numba raises when it is imported, in any command that computes."""
+    monkeypatch.setenv("NUMBA_NUM_THREADS", number)
+    assert f"NUMBA_NUM_THREADS is {int(number)}; set it to a number of threads from 1 on" in refused()
 
 
 def test_an_interruption_ends_quietly(command, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -26,6 +27,7 @@ class Asked:
         is_draining: bool = False,
         method: str = "POST",
         path: str = "/v1/completions",
+        more: Sequence[tuple[str, str]] = (),
         **headers: str,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -35,8 +37,8 @@ class Asked:
         gate = Gate(self._inside, gate_rules, self.statuses.append)
         gate.is_draining = is_draining
         given = {"content-type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
-        scope = {"type": "http", "method": method, "path": path}
-        scope["headers"] = [(name.encode(), text.encode()) for name, text in given.items()]  # type: ignore[assignment]
+        headers = [(name.encode(), text.encode()) for name, text in [*given.items(), *more]]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers}
         asyncio.run(gate(scope, self._receive, self._send))
         assert gate.num_inside == 0
 
@@ -73,8 +75,13 @@ def rules(keys: ApiKeys | None = None, hosts: frozenset[str] | None = None, max_
         *((host, True) for host in ("localhost", "LocalHost:8000", "localhost.", "127.0.0.1:1", "[::1]:2")),
         *((host, True) for host in ("192.168.1.2:8000", "[fe80::1]")),  # no DNS leads to an address
         *((host, False) for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example")),
-        ("localhost.evil", False),
-        *((host, False) for host in ("[localhost", "localhost@evil", ":8000", "0x7f.1", "\xe9")),
+        *((host, True) for host in ("localhost:", "127.0.0.1.", "[::ffff:127.0.0.1]:1", "[FE80::1]")),
+        *((host, False) for host in ("localhost.evil", "localhost..", "xlocalhost", "localhost evil", "localhost\n")),
+        *((host, False) for host in ("[::1].evil.example", "[::1]evil.example:80", "[::1]:80.evil", "[::1]:80:80")),
+        *((host, False) for host in ("localhost:80@evil.example", "evil@localhost", "evil:80@127.0.0.1", "a@[::1]")),
+        *((host, False) for host in ("localhost:evil", "localhost:80/evil", "localhost/", "localhost?", "localhost#a")),
+        *((host, False) for host in ("[localhost", "localhost]", "[localhost]", "[127.0.0.1]", "::1", "[::1", "[]")),
+        *((host, False) for host in ("", ".", ":8000", "0x7f.1", "2130706433", "127.1", "\xe9", "localhost,evil")),
     ],
 )
 def test_a_page_under_another_name_of_this_machine_is_refused(host: str, allowed: bool) -> None:
@@ -83,6 +90,21 @@ def test_a_page_under_another_name_of_this_machine_is_refused(host: str, allowed
     assert asked.status == asked.statuses[0] == (200 if allowed else 421)
     assert Asked(rules(), host=host).status == 200, "no names, no check"
     assert Asked(rules(hosts=LOCAL)).status == 200, "HTTP/1.0 names no host; a browser always does"
+
+
+def test_each_of_several_hosts_is_looked_at() -> None:
+    for hosts, status in (("localhost", "evil"), 421), (("evil", "localhost"), 421), (("localhost", "127.0.0.1"), 200):
+        assert Asked(rules(hosts=LOCAL), more=[("host", host) for host in hosts]).status == status
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "DELETE"])
+def test_a_request_of_two_lengths_is_refused_and_its_connection_closed(method: str) -> None:
+    """A proxy that reads the other length takes the rest of the body for another request, of another client."""
+    asked = Asked(rules(), method=method, content_length="2", transfer_encoding="chunked")
+    assert (asked.status, asked.headers[b"connection"], asked.tenant) == (400, b"close", None)
+    assert "a Content-Length and a Transfer-Encoding" in json.loads(asked.messages[1]["body"])["error"]["message"]
+    for one in ({"content_length": "2"}, {"transfer_encoding": "chunked"}):
+        assert Asked(rules(), method=method, **one).status == 200
 
 
 def test_a_key_brings_its_tenant_to_the_routes() -> None:
