@@ -121,6 +121,8 @@ class DiskTier(SlotTier):
         regular_files.make_folder(self._folder)
         try:
             self._lock = regular_files.Lock(self._path("lock"))
+        except FileNotFoundError:
+            raise OSError(errno.ENOENT, "no file can be made in this folder", str(self._folder)) from None
         except BlockingIOError:
             raise BlockingIOError(errno.EAGAIN, "another process uses this disk tier", str(self._folder)) from None
         self._stride, self._frame_bytes = _rounded(pool.frame_bytes), pool.frame_bytes

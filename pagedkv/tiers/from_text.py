@@ -6,10 +6,13 @@ processes share is PAGEDKV_TIER_KEY, so that it stands neither in a command line
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
+from pagedkv.spec import parse_bytes
 from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.host import HostTier
 from pagedkv.tiers.shared.mooncake import MooncakeTier
@@ -29,6 +32,9 @@ _WITH_A_PLACE: dict[str, Callable[[str, str], Tier]] = {
     "mooncake": lambda size, place: MooncakeTier(place, size, key=debug.tier_key()),
 }
 
+_PLAIN: Final = re.compile(r"[a-z]*(:[\d.]*\s*\w{0,3}(:\w*)?)?")
+"""A text without a URL: a kind, a size, and perhaps a word."""
+
 
 def tiers_of(given: Sequence[Tier | str]) -> list[Tier]:
     """Return the tiers of a list in which some are texts. Raises: InvalidRequest for a text that names no tier"""
@@ -44,6 +50,8 @@ def _tier_of(text: str) -> Tier:
         from pagedkv.tiers.transfer import RemotePrefill, link_at  # torch.distributed
 
         return RemotePrefill(link_at(rest), key=debug.tier_key())
-    if kind in _WITH_A_PLACE and size and place:
+    if kind in _WITH_A_PLACE and re.fullmatch(r"[\w. ]+", size) and place:
+        parse_bytes(size)  # first: without a size, the place is a part of a URL
         return _WITH_A_PLACE[kind](size, place)
-    raise InvalidRequest(f"a tier is {text!r}; give {FORMS}")
+    hidden = f"{kind}:***" if kind in _WITH_A_PLACE else "***"  # a URL in it may have a password anywhere
+    raise InvalidRequest(f"a tier is {text if _PLAIN.fullmatch(text) else hidden!r}; give {FORMS}")

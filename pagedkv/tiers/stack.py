@@ -63,11 +63,12 @@ class TierStack(ThreadGuard):
         self, tiers: Sequence[Tier], write_back: WriteBack | None = None, *, model: str = "", rank: int = 0
     ) -> None:
         if isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence):
-            raise InvalidRequest(f"tiers is {tiers!r}; give a list, such as [HostTier('16GiB')]")
+            kind = type(tiers).__name__  # its value may hold the password of a URL
+            raise InvalidRequest(f"tiers is a {kind}; give a list, such as [HostTier('16GiB')]")
         for tier in tiers:
             if not isinstance(tier, Tier):
                 raise InvalidRequest(
-                    f"{tier!r} is no tier; give HostTier, DiskTier, or a subclass of pagedkv.tiers.Tier"
+                    f"a {type(tier).__name__} is no tier; give HostTier, DiskTier, or a subclass of pagedkv.tiers.Tier"
                 )
         if not isinstance(model, str):
             raise InvalidRequest(f"model is {model!r}; give a text that names the weights, such as their digest")

@@ -7,6 +7,7 @@ from pagedkv.tiers.shared.mooncake import MooncakeClient
 from pagedkv.tiers.shared.objects import ObjectClient
 from pagedkv.tiers.shared.records import Client
 from pagedkv.tiers.shared.redis import RedisClient
+from pagedkv.tiers.urls import shown
 
 TIMEOUT = 2.0
 """Seconds after which a call to the store of `client_of` fails."""
@@ -25,4 +26,4 @@ def client_of(text: str) -> Client:
         return ObjectClient(rest, TIMEOUT, {})
     if kind == "mooncake" and rest:
         return MooncakeClient(rest, "127.0.0.1", (0, 256 << 20), "tcp", "")
-    raise InvalidRequest(f"a store is {text!r}; give redis:URL, objects:URL or mooncake:HOST:PORT")
+    raise InvalidRequest(f"a store is {shown(text)!r}; give redis:URL, objects:URL or mooncake:HOST:PORT")

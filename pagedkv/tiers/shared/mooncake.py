@@ -18,6 +18,7 @@ from pagedkv.tiers.checksum import Bytes
 from pagedkv.tiers.shared.records import Record
 from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.slots import FULL
+from pagedkv.tiers.urls import shown
 
 PREFIX: Final = "pagedkv-"
 NO_SPACE: Final = -200
@@ -50,6 +51,9 @@ class MooncakeClient:
     """Records in a Mooncake store. See Client. memory: bytes that are lent, and bytes for transfers."""
 
     def __init__(self, master: str, host: str, memory: tuple[int, int], protocol: str, devices: str) -> None:
+        if "@" in str(master):  # Mooncake's own log would show it
+            wrong = f"master is {shown(str(master))!r}, and Mooncake has no passwords"
+            raise InvalidRequest(f"{wrong}; give HOST:PORT, such as 127.0.0.1:50051")
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:

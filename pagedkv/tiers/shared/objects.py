@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import secrets
 import struct
 import threading
@@ -29,6 +30,7 @@ from pagedkv.tiers.checksum import Bytes
 from pagedkv.tiers.shared.records import HEADER, Record
 from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.tier import KEY_BYTES
+from pagedkv.tiers.urls import reason, shown
 
 FOLDER: Final = "pagedkv/"
 LONGEST_LINGER: Final = 3600.0
@@ -100,15 +102,19 @@ class ObjectClient:
             raise InvalidRequest("a tier of objects needs the package obstore: pip install 'pagedkv[s3]'") from None
         self._obstore = obstore
         if not isinstance(url, str) or not isinstance(options, dict):
-            kind = type(options).__name__  # its values may be secrets
-            raise InvalidRequest(f"url is {url!r}, and store a {kind}; give s3://bucket/prefix, and a dict of options")
+            kinds = type(url).__name__, type(options).__name__  # their values may be secrets
+            raise InvalidRequest("url is a {}, and store a {}; give text, and a dict of options".format(*kinds))
+        self.url = url
         waits = {"timeout": f"{timeout}s", "connect_timeout": f"{timeout}s", **options.get("client_options", {})}
         if not url.startswith(("file:", "memory:")):
             options = {"retry_config": {"max_retries": 1}, **options, "client_options": waits}
+        why = ""
         try:
             self._store = from_url(url, **options)
         except Exception as error:  # obstore raises classes of its own for what it cannot read
-            raise InvalidRequest(f"url is {url!r} ({error}); give one such as s3://bucket/prefix") from None
+            why = reason(error, url, *re.findall(r"\w{4,}", repr([*options.values()])))
+        if why:  # outside of the handler: the exception shows the URL
+            raise InvalidRequest(f"url is {shown(url)!r} ({why}); give one such as s3://bucket/prefix")
         self._folder = Path(str(self._store.prefix or "/")) if isinstance(self._store, LocalStore) else None
         self._extents: dict[bytes, _Extent] = {}
         self._own: Counter[str] = Counter()  # records of each object of this process that were not deleted

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
 from pagedkv.tiers.checksum import Bytes, checksum, require_secret
+from pagedkv.tiers.urls import reason
 
 MAGIC: Final = b"PKVr"
 FORMAT: Final = 1
@@ -27,13 +28,14 @@ THERE: Final = "there"
 """The end of a store whose page another process has stored already."""
 
 Record = bytes | memoryview
+_Answer = TypeVar("_Answer")
 
 
 class Client(Protocol):
     """Bytes by name, in a store of some vendor.
 
     All methods block until the store has answered, raise an exception if it does not, and may be called by several
-    threads at a time. Names are bytes [32].
+    threads at a time. Names are bytes [32]. A client whose store has a URL keeps it as `url`: see Records.
     """
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
@@ -56,12 +58,19 @@ class Records:
     """Pages by name behind `client`, each with a header that says what it is.
 
     key:    16 to 64 secret bytes, the same for all who share the store. Pages of others are not found.
-    Raises: InvalidRequest
+    Raises: InvalidRequest. Every other method: OSError for an exception of the client, without the secrets of its URL
     """
 
     def __init__(self, client: Client, key: bytes | None) -> None:
         require_secret(key)
         self._client, self._key = client, key
+
+    def _ask(self, call: Callable[..., _Answer], *arguments: object) -> _Answer:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            why = reason(error, getattr(self._client, "url", ""))
+        raise OSError(why)  # outside of the handler, so that a traceback shows no exception of the client
 
     def _names(self, pages: Sequence[bytes]) -> list[bytes]:
         """Return the names of the records of pages, bytes [32] each."""
@@ -70,7 +79,7 @@ class Records:
 
     def find(self, pages: Sequence[bytes]) -> list[bool]:
         """Return whether the store has each page."""
-        return self._client.find(self._names(pages)) if pages else []
+        return self._ask(self._client.find, self._names(pages)) if pages else []
 
     def put(self, pages: Sequence[bytes], contents: Sequence[Bytes]) -> list[str]:
         """Store pages, uint8 [n] each. Return for each "" or the reason why it was refused."""
@@ -78,24 +87,24 @@ class Records:
             return []
         names = self._names(pages)
         pairs = zip(names, contents, strict=True)
-        return self._client.put(names, [(self._header(name, content), content) for name, content in pairs])
+        return self._ask(self._client.put, names, [(self._header(name, content), content) for name, content in pairs])
 
     def get(self, pages: Sequence[bytes], num_bytes: int) -> list[Bytes | str]:
         """Return the bytes of each page, uint8 [num_bytes], or MISSING, or DAMAGED. A damaged record is deleted."""
         names = self._names(pages)
-        found = zip(names, self._client.get(names), strict=True)
+        found = zip(names, self._ask(self._client.get, names), strict=True)
         contents = [self._content(name, record, num_bytes) for name, record in found]
         if damaged := [name for name, content in zip(names, contents, strict=True) if content is DAMAGED]:
-            self._client.delete(damaged)
+            self._ask(self._client.delete, damaged)
         return contents
 
     def delete(self, pages: Sequence[bytes]) -> None:
         """Remove pages."""
-        self._client.delete(self._names(pages))
+        self._ask(self._client.delete, self._names(pages))
 
     def close(self) -> None:
         """End the connections."""
-        self._client.close()
+        self._ask(self._client.close)
 
     def _content(self, name: bytes, record: Record | None, num_bytes: int) -> Bytes | str:
         if record is None:

@@ -18,6 +18,7 @@ from pagedkv.tiers.checksum import Bytes
 from pagedkv.tiers.shared.records import THERE, Record
 from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.slots import FULL
+from pagedkv.tiers.urls import reason, shown
 
 PREFIX: Final = b"pagedkv:"
 
@@ -52,12 +53,17 @@ class RedisClient:
         self._expire = None if expire is None else whole(expire, "expire", 1)
         if not 0 < real(timeout, "timeout") < math.inf:
             raise InvalidRequest(f"timeout is {timeout}; give the seconds after which a call to the server fails")
+        if not isinstance(url, str):
+            raise InvalidRequest(f"the url of Redis is a {type(url).__name__}; give redis://127.0.0.1:6379/0")
+        self.url, why = url, ""
         try:
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, decode_responses=False
             )
-        except (ValueError, AttributeError) as error:  # AttributeError: it is no text
-            raise InvalidRequest(f"the url of Redis cannot be read ({error}); give redis://127.0.0.1:6379/0") from None
+        except ValueError as error:
+            why = reason(error, url)
+        if why:  # outside of the handler: the exception shows the URL
+            raise InvalidRequest(f"the url of Redis is {shown(url)!r} ({why}); give redis://127.0.0.1:6379/0")
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
         """See Client.find."""
@@ -93,7 +99,7 @@ class RedisClient:
         if isinstance(answer, self._out_of_memory):
             return FULL
         if isinstance(answer, Exception):
-            return f"failed: {answer}"
+            return f"failed: {reason(answer, self.url)}"
         return "" if answer else THERE  # another process has stored it meanwhile: it counts the record
 
     def delete(self, names: Sequence[bytes]) -> None:

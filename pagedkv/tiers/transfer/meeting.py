@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.transfer.link import LinkDown, Refused
+from pagedkv.tiers.urls import shown
 
 PAUSE: Final = 0.02
 """Seconds between two looks for a guest."""
@@ -39,8 +40,9 @@ class Meeting:
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise InvalidRequest(f"address is {address!r}; give HOST:PORT, such as 10.0.0.2:7000")
+        if not host or "@" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+            given = shown(str(address)) if "@" in str(address) else address
+            raise InvalidRequest(f"address is {given!r}; give HOST:PORT, such as 10.0.0.2:7000")
         self._host, self._port = host.removeprefix("[").removesuffix("]"), int(port)  # [::1] is ::1
         self._store: TCPStore | None = None
         self._last = 0  # the number of the last session

@@ -1,1 +1,1 @@
-"""The files of a tier, and the secrets of its URL: nobody else gets to see them."""
+"""The files of a tier, and the secrets of its URL, are for its user alone."""
