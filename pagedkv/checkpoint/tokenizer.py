@@ -6,8 +6,11 @@ generation_config.json and config.json (optional).
 
 from __future__ import annotations
 
+import codecs
+import re
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +31,9 @@ REPLACEMENT: Final = "\ufffd"
 
 MOST_TOKENIZER_BYTES: Final = 2**27
 """Bytes of tokenizer.json. That of Gemma 3, with 262,144 tokens, has 33 million."""
+
+CONTEXT: Final = 8
+"""Tokens at the end of a prompt that a stream of text reads: a character of four bytes, and those before it."""
 
 SAMPLE: Final = 2**16
 """Characters at the begin of a text that `min_tokens` encodes, if the text may be one word for all it knows."""
@@ -127,9 +133,17 @@ class Tokenizer:
         except BaseException as error:
             raise _failure("tokenizer.json cannot decode tokens", error) from None
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """Return a new stream, which turns tokens into text one at a time."""
-        return TextStream(self, skip_special_tokens=skip_special_tokens)
+    def stream(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> TextStream:
+        """Return a new stream, which turns the tokens behind `prompt` into text one at a time."""
+        return TextStream(self, prompt, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def bytes_of(self) -> dict[int, int]:
+        """The byte of each token that stands for one, as <0xE2> does; none if the decoder has no such tokens."""
+        if self.raw.decoder is None or b'"ByteFallback"' not in self.raw.decoder.__getstate__():
+            return {}
+        found = {self.raw.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        return {token: byte for token, byte in found.items() if token is not None}
 
     def render_chat(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -203,54 +217,83 @@ def _eos_ids(folder: Path) -> list[int]:
 
 
 class TextStream:
-    """A stream of text that grows as tokens arrive. All returned pieces, joined, are exactly `decode` of all tokens.
+    """A stream of text that grows as tokens arrive. All pieces, joined, are what these add to the text of a prompt.
 
-    A character may take several tokens, so the end of the text may change with the next token. The stream holds back:
-      - a trailing U+FFFD: bytes that may become a character;
-      - a run of byte tokens (<0xE2>): the decoder replaces the whole run if it does not end as valid UTF-8.
-    Only a window of the last tokens is decoded again, so n tokens cost O(n):
+    A character is shown with the token that makes it whole; before, its bytes are held back. Only the last tokens are
+    decoded again, so n tokens cost O(n):
 
-        ids  .. | context | fresh ..      context: tokens whose text was returned before. They are decoded again,
-                                          because the first token of a text may lose its leading space, and the first
-                                          token of `fresh` must keep it
+        ids .. | window ......... |     the first token of a text may lose its space; that of an answer must keep it,
+                 shown     | held       so the window begins with tokens of the prompt, or with some that were shown
+
+    Byte tokens (<0xE2>) are decoded here. The decoder replaces a whole run of them if one byte is invalid, and with it
+    characters of the run that were shown. `tokenizers.decoders.DecodeStream` fails there. It also holds invalid bytes
+    back for ever, in quadratic time, and does not tell at the end what it holds.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._window: list[int] = []
-        self._num_context = 0
-        self._returned = ""  # the part of the window's text that was returned
+        self._num_shown = 0  # characters of the window's text
+        self._bytes = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # a surrogate for each invalid byte
+        self._of_prompt = ""
+        for token in reversed([*islice(filter(self._has_text, reversed(prompt)), CONTEXT)]):
+            self.push(token)
+        self._of_prompt = self._held()  # a part of a character, which the prompt's text shows already
 
     def push(self, token_id: int) -> str:
         """Add a token; return the new text that no later token can change: "" within a character of several tokens."""
-        piece = self._tokenizer.raw.id_to_token(token_id)
-        if piece is None or (self._skip and token_id in self._tokenizer.special_ids):
-            return ""  # the token has no text, and must not separate two halves of a character
-        self._window.append(token_id)
-        if _is_byte(piece):
-            return ""
-        text = self._text(self._window)
-        if text.endswith(REPLACEMENT):
-            return ""
-        fresh, self._returned = text[len(self._returned) :], text
-        self._slide()
-        return fresh
+        if not self._has_text(token_id):
+            return ""  # it must not separate two halves of a character
+        byte = self._tokenizer.bytes_of.get(token_id)
+        return self._added(self._push(token_id) if byte is None else self._push_byte(token_id, byte))
 
     def finish(self) -> str:
-        """Return the text still held back, and empty the stream."""
-        rest = self._text(self._window)[len(self._returned) :]
-        self._window, self._num_context, self._returned = [], 0, ""
-        return rest
+        """Return the text still held back, at the end of the stream."""
+        return self._added(self._held())
 
-    def _slide(self) -> None:
-        """Drop the context and make the fresh tokens the new context: all text of the window was returned."""
-        self._window = self._window[self._num_context :]
-        self._num_context, self._returned = len(self._window), self._text(self._window)
+    def _push(self, token_id: int) -> str:
+        text = self._characters(b"", final=True) if self._tokenizer.bytes_of else ""
+        self._window.append(token_id)
+        found = self._text(self._window)
+        is_held = found.endswith(REPLACEMENT) and not self._ends_in_replacement()
+        text += found[self._num_shown : len(found) - is_held]
+        kept = 4 if is_held else 1  # a character has at most four bytes
+        if len(self._window) >= 2 * kept:
+            self._window = self._window[-kept:]
+            found = self._text(self._window)
+        self._num_shown = len(found) - is_held
+        return text
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        text, alone = self._characters(bytes([byte])), self._text([token_id])
+        if text == " " and not self._window:
+            text = alone  # the decoder may strip the first space of a text
+        self._window, self._num_shown = [token_id], len(alone)
+        return text
+
+    def _has_text(self, token_id: int) -> bool:
+        """Return whether the decoder reads the token: not if it is unknown, or special and skipped."""
+        is_skipped = self._skip and token_id in self._tokenizer.special_ids
+        return not is_skipped and self._tokenizer.raw.id_to_token(token_id) is not None
+
+    def _characters(self, data: bytes, *, final: bool = False) -> str:
+        """Return the characters that are known with more bytes of byte tokens; for each invalid byte, a U+FFFD."""
+        text = self._bytes.decode(data, final)
+        return text if text.isascii() else re.sub("[\udc80-\udcff]", REPLACEMENT, text)
+
+    def _ends_in_replacement(self) -> bool:
+        """Return whether the last character is a U+FFFD that was written: as it is, or as three bytes of ByteLevel."""
+        written = "".join(self._tokenizer.raw.id_to_token(token) or "" for token in self._window[-3:])
+        return written.endswith((REPLACEMENT, "\xef\xbf\xbd"))
+
+    def _held(self) -> str:
+        return REPLACEMENT * len(self._bytes.getstate()[0]) + self._text(self._window)[self._num_shown :]
+
+    def _added(self, text: str) -> str:
+        """Return new text without the part that the prompt's text shows."""
+        if text and self._of_prompt:
+            text, self._of_prompt = text.removeprefix(self._of_prompt), ""
+        return text
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
-
-
-def _is_byte(piece: str) -> bool:
-    """Return whether a token stands for one byte, as <0xE2> does."""
-    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")

@@ -79,7 +79,7 @@ def config(num_layers: int) -> dict[str, Any]:
 def tokenizer() -> dict[str, Any]:
     """Return tokenizer.json: tokens are whole words, split by the pattern of `records`.
 
-    Decoding puts a space before each token but punctuation.
+    Decoding puts a space before each token but punctuation. A question ends its line, so an answer begins with a word.
     """
     added = [
         {
@@ -93,6 +93,8 @@ def tokenizer() -> dict[str, Any]:
         }
         for t in (UNK, BOS, EOS)
     ]
+    spaces = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    line = {"type": "Replace", "pattern": {"Regex": r"\? ?"}, "content": "?\n"}
     first = {"SpecialToken": {"id": BOS, "type_id": 0}}
     text, pair = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
     return {
@@ -108,7 +110,7 @@ def tokenizer() -> dict[str, Any]:
             "pair": [first, text, pair],
             "special_tokens": {BOS: {"id": BOS, "ids": [IDS[BOS]], "tokens": [BOS]}},
         },
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "decoder": {"type": "Sequence", "decoders": [spaces, {"type": "Fuse"}, line]},
         "model": {"type": "WordLevel", "vocab": IDS, "unk_token": UNK},
     }
 

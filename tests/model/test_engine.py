@@ -250,8 +250,10 @@ def test_streamed_pieces_join_to_the_text(checkpoint: Callable[[str], Checkpoint
     engine.step()
     assert all(len(said) == 1 for said in pieces.values())  # text arrives with the first token, not at the end
     engine.run()
+    before, whole = request.prompt_ids, engine.tokenizer.decode
     for completion in request.completions:
-        assert "".join(pieces[completion.index]) == completion.text == engine.tokenizer.decode(completion.token_ids)
+        assert "".join(pieces[completion.index]) == completion.text
+        assert whole(before) + completion.text == whole([*before, *completion.token_ids])
 
 
 def test_stop_strings_and_ids_end_the_text_before_them(checkpoint: Callable[[str], Checkpoint]) -> None:

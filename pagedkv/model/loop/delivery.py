@@ -55,7 +55,7 @@ class Delivery:
         ends = (*params.stop_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)) if params.min_tokens else ()
         rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar, exits=self.exits)
         generator, stops = completion.generator(), StopStrings(params.stop)
-        return SequenceState(completion, tokens, generator, self._tokenizer.stream(), stops, rules)
+        return SequenceState(completion, tokens, generator, self._tokenizer.stream(tokens), stops, rules)
 
     def take(self, sequence: SequenceState, drawn: Drawn, now: float) -> None:
         """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later.

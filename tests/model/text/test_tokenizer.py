@@ -1,9 +1,8 @@
-"""Text and tokens: chat templates and end tokens as in transformers, streams that join to exactly the whole text."""
+"""Text and tokens: chat templates and end tokens as in transformers, and files that are damaged."""
 
 from __future__ import annotations
 
 import json
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -79,64 +78,6 @@ def metaspace() -> tokenizers.Tokenizer:
 
 KINDS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": metaspace}
 TEXTS = ["the lamp of Mira", " two  spaces ", "naïve 🙂🙂 你好, café", "\ufffd? \ufffd", "", "👩‍👩‍👧 𝒳 ẞ"]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return Tokenizer(KINDS[request.param]())
-
-
-def pieces_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
-    stream = tokenizer.stream(skip_special_tokens=skip)
-    return [*map(stream.push, ids), stream.finish()]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_stream_joins_to_the_text_and_shows_no_half_character(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode(text)
-    pieces = pieces_of(tokenizer, ids, skip=True)
-    assert "".join(pieces) == tokenizer.decode(ids)
-    if "\ufffd" not in tokenizer.decode(ids):
-        assert not any("\ufffd" in piece for piece in pieces)
-
-
-@pytest.mark.parametrize("skip", [True, False], ids=["special tokens skipped", "special tokens shown"])
-def test_a_stream_of_any_tokens_joins_to_their_text(tokenizer: Tokenizer, skip: bool) -> None:
-    dice = random.Random(0)
-    beyond = tokenizer.vocab_size + 3  # a model may have rows for tokens that the tokenizer lacks
-    for _ in range(400):
-        ids = [
-            dice.choice([dice.randrange(beyond), dice.randrange(4), dice.randrange(beyond)])
-            for _ in range(dice.randrange(40))
-        ]
-        assert "".join(pieces_of(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
-
-
-def test_text_flows_while_tokens_arrive(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("the lamp of the sea")
-    pieces = pieces_of(tokenizer, ids, skip=True)
-    assert pieces[-1] == ""
-    assert sum(piece != "" for piece in pieces) >= len(ids) - 1  # a first token that is a lone space may give no text
-
-
-def test_a_stream_decodes_a_bounded_window() -> None:
-    tokenizer = Tokenizer(byte_level())
-    ids = tokenizer.encode("你好 the 🙂 " * 200)
-    longest, decode = 0, tokenizer.decode
-
-    def watched(token_ids: Any, **options: Any) -> str:
-        nonlocal longest
-        longest = max(longest, len(token_ids))
-        return decode(token_ids, **options)
-
-    tokenizer.decode = watched  # type: ignore[method-assign]
-    assert "".join(pieces_of(tokenizer, ids, skip=True)) == decode(ids)
-    assert longest <= 16
-
-
-def test_a_finished_stream_begins_anew(tokenizer: Tokenizer) -> None:
-    ids, stream = tokenizer.encode("the lamp"), tokenizer.stream()
-    assert ["".join([*map(stream.push, ids), stream.finish()]) for _ in range(2)] == [tokenizer.decode(ids)] * 2
 
 
 CHAT = """{{ bos_token }}{% for message in messages %}
