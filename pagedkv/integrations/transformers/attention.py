@@ -6,13 +6,14 @@ same model may be in a forward pass without one: then the functions hand over to
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 NAME: Final = "pagedkv"
 
-_KNOWN: Final = frozenset(
+OF_GENERATE: Final = frozenset(inspect.signature(GenerationMixin.generate).parameters) | frozenset(
+    inspect.signature(GenerationMixin._assisted_decoding).parameters
+)
+"""Arguments of generate() and of its ways. The host hands those that a way does not take, such as `tokenizer`, on to
+the model with the model's own, and no attention function reads them."""
+
+_KNOWN: Final = OF_GENERATE | frozenset(
     ("cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
      "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window", "softcap", "use_cache",
      "logits_to_keep", "num_items_in_batch", "mm_token_type_ids", "token_type_ids")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import linears, trial
-from pagedkv.integrations.transformers.attention import ACTIVE, IN_CONFIG, register
+from pagedkv.integrations.transformers.attention import ACTIVE, IN_CONFIG, OF_GENERATE, register
 from pagedkv.integrations.transformers.batching import BATCHING_NAME
 from pagedkv.integrations.transformers.cache import PagedCache, has_padding_behind
 from pagedkv.integrations.transformers.geometry import CACHE, HOST, shapes_of
@@ -31,7 +31,7 @@ from pagedkv.integrations.transformers.pool import Pool
 _ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
 _OLD_NAME: Final = "past_key_values"  # of the argument CACHE: newer hosts rename it after our hook has run
 
-_PLAIN_INPUTS: Final = frozenset(
+_PLAIN_INPUTS: Final = OF_GENERATE | frozenset(
     ("attention_mask", "cache_position", "input_ids", "labels", "logits_to_keep", "output_attentions",
      "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache", CACHE)
 )  # fmt: skip
@@ -39,9 +39,10 @@ _PLAIN_INPUTS: Final = frozenset(
 
 _COMPUTED_WHOLE: Final = (
     "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate", "output_hidden_states",
-    "output_attentions", "use_mtp",
+    "output_attentions", "token_healing", "use_mtp",
 )  # fmt: skip
-"""Options of generate() with which the host expects an empty cache, or returns something for each token of a prompt."""
+"""Options of generate() with which the host expects an empty cache, or returns something for each token of a prompt,
+or changes the prompt."""
 
 
 def patch(

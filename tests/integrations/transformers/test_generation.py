@@ -2,7 +2,8 @@
 
 transformers has these tests in GenerationTesterMixin (greedy, sample, beam, assisted, prompt_lookup, left_padding,
 continue_from_past, inputs_embeds, static_cache, logits_to_keep). Its sources are no package, so this file says the same
-of nine families: a model that is patched, or that gets a PagedCache, does what the model does without.
+of nine families: a model that is patched, or that gets a PagedCache, does what the model does without. In the last part,
+arguments of generate() are handed on, and arguments that reach attention are checked.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StaticCache
+import transformers
+from transformers import (
+    MaxLengthCriteria,
+    StaticCache,
+    StoppingCriteriaList,
+    TextGenerationPipeline,
+    TextIteratorStreamer,
+)
 
-from pagedkv.integrations.transformers import PagedCache, patch, unpatch
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, Patched, patch, unpatch
+from pagedkv.integrations.transformers.geometry import CACHE
 from tests.integrations.transformers.families import model_of, prompts
 
 FAMILIES = ("llama", "mistral", "gemma2", "qwen3", "gpt_neox", "gpt_oss", "phi3", "gemma3_text", "mixtral")
@@ -137,3 +147,117 @@ def test_every_way_gives_what_it_gives_without_us(name: str, mode: str) -> None:
         handle.pool.sweep()
         handle.pool.kv.check()
         unpatch(model)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+ASKED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of("llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Return a tokenizer whose tokens are characters."""
+    from tokenizers import Tokenizer, decoders, models
+
+    characters = ["<pad>", "<s>", *map(chr, range(33, 127)), *"äöü"]
+    made = Tokenizer(models.BPE(vocab={one: number for number, one in enumerate(characters)}, merges=[]))
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<pad>", "<s>"])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", padding_side="left"
+    )
+
+
+def batch(rows: int) -> dict[str, torch.Tensor]:
+    inputs = prompts(40, (0, 3)[:rows])
+    inputs["input_ids"][inputs["attention_mask"] == 1] = inputs["input_ids"][inputs["attention_mask"] == 1].clamp(min=2)
+    return inputs
+
+
+def streamed(model: Any, tokenizer: Any) -> list[str]:
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    model.generate(**batch(1), **ASKED, streamer=streamer, tokenizer=tokenizer)
+    return list(streamer)
+
+
+def own_way(model: Any, input_ids: torch.Tensor, tokenizer: Any = None, extra: int = 0, **given: Any) -> torch.Tensor:
+    """A way of generate() that a user writes."""
+    assert extra == 3
+    for _ in range(extra):
+        inputs = model.prepare_inputs_for_generation(input_ids, attention_mask=None, use_cache=False)
+        input_ids = torch.cat([input_ids, model(**inputs).logits[:, -1:].argmax(-1)], 1)
+    return input_ids
+
+
+def stop_strings(model: Any, tokenizer: Any, rows: int, **options: Any) -> Any:
+    inputs = batch(rows)
+    answer = tokenizer.decode(model.generate(**inputs, **ASKED)[-1, -12:])
+    found = model.generate(**inputs, **ASKED, **options, stop_strings=[answer[3:5]], tokenizer=tokenizer)
+    assert options or rows > 1 or found.shape[1] < 40 + 12
+    return found.tolist()
+
+
+ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
+    "stop strings": lambda model, tokenizer: stop_strings(model, tokenizer, 1),
+    "stop strings, a batch": lambda model, tokenizer: stop_strings(model, tokenizer, 2),
+    "stop strings, beams": lambda model, tokenizer: stop_strings(model, tokenizer, 2, num_beams=2),
+    "stop strings, chunks": lambda model, tokenizer: stop_strings(model, tokenizer, 2, prefill_chunk_size=7),
+    "a tokenizer": lambda model, tokenizer: model.generate(**batch(2), **ASKED, tokenizer=tokenizer).tolist(),
+    "two tokenizers": lambda model, tokenizer: model.generate(
+        **batch(1), **ASKED, tokenizer=tokenizer, assistant_tokenizer=tokenizer
+    ).tolist(),
+    "an assistant": lambda model, tokenizer: model.generate(
+        **batch(1), **ASKED, assistant_model=model_of("llama", num_hidden_layers=1), tokenizer=tokenizer
+    ).tolist(),
+    "prompt lookup": lambda model, tokenizer: model.generate(
+        **batch(1), **ASKED, prompt_lookup_num_tokens=3, tokenizer=tokenizer
+    ).tolist(),
+    "token healing": lambda model, tokenizer: model.generate(
+        **batch(1), **ASKED, token_healing=True, tokenizer=tokenizer
+    ).tolist(),
+    "a streamer": streamed,
+    "criteria and processors": lambda model, _: model.generate(
+        **batch(2), **ASKED, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(45)]), repetition_penalty=1.3
+    ).tolist(),
+    "synced_gpus": lambda model, _: model.generate(**batch(2), **ASKED, synced_gpus=False).tolist(),
+    "allowed tokens": lambda model, _: model.generate(
+        **batch(2), **ASKED, prefix_allowed_tokens_fn=lambda *_: [5, 6, 7]
+    ).tolist(),
+    "a way of the user": lambda model, tokenizer: model.generate(
+        **batch(1), **ASKED, custom_generate=own_way, tokenizer=tokenizer, extra=3
+    ).tolist(),
+    "scores": lambda model, tokenizer: model.generate(
+        **batch(2), **ASKED, tokenizer=tokenizer, return_dict_in_generate=True, output_scores=True
+    ).sequences.tolist(),
+    "a pipeline": lambda model, tokenizer: TextGenerationPipeline(model, tokenizer)(
+        [tokenizer.decode(row[row > 1]) for row in batch(2)["input_ids"]], **ASKED, batch_size=2,
+        stop_sequence=tokenizer.decode([50]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ARGUMENTS)
+def test_arguments_of_generate_are_handed_on(way: str, llama: Any, tokenizer: Any) -> None:
+    expected = ARGUMENTS[way](llama, tokenizer)
+    handle = patch(llama, memory="16MiB")
+    assert ARGUMENTS[way](llama, tokenizer) == ARGUMENTS[way](llama, tokenizer) == expected
+    handle.unpatch()
+
+
+def test_a_call_with_a_tokenizer_finds_and_leaves_pages(llama: Any, tokenizer: Any, patched: Patched) -> None:
+    llama.generate(**batch(1), **ASKED, tokenizer=tokenizer)
+    with PagedCache(llama.config, pool=patched.pool) as cache:
+        assert cache.find(**batch(1)) == 32
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "attention_bias", "position_bias", "seq_idx", "tokeniser"])
+def test_an_argument_that_attention_may_read_is_refused(name: str, llama: Any, patched: Patched) -> None:
+    with torch.no_grad(), PagedCache(llama.config, pool=patched.pool) as cache:
+        with pytest.raises(InvalidRequest, match=rf"attention takes \['{name}'\], which pages do not serve"):
+            llama(**batch(1), **{CACHE: cache, name: torch.zeros(2)})
+        assert llama(**batch(1), **{CACHE: cache, name: None}).logits.shape == (1, 40, 99)
