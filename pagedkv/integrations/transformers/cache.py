@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from pagedkv import PagedBatch, gather_kv, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import CACHE, Shape
-from pagedkv.integrations.transformers.identity import is_reproducible, salt_of
+from pagedkv.integrations.transformers.identity import identity_of, is_reproducible
 from pagedkv.integrations.transformers.pool import Pool
 from pagedkv.integrations.transformers.step import Holdings, Step
 
@@ -106,7 +106,8 @@ class PagedCache(Cache):
 
     Before transformers 5.24, the argument is `past_key_values`. Newer ones take that name too, with a warning.
     config: the model's config. pool: a pool shared with other caches; None: an own pool, made of `options`, see Pool.
-    salt:   prompts find pages with the same salt alone; the hooks of `patch` put in the names of active adapters.
+    salt:   prompts find pages with the same salt alone. It is added to what the model computes with: the adapters of
+            PEFT and autocast.
     It is a context manager: the pages are given back at its end. Then, or when `close` is called, full pages of known
     tokens can be found by later prompts of the same pool.
     Raises: InvalidRequest for a model that pages cannot serve
@@ -129,7 +130,7 @@ class PagedCache(Cache):
         self._columns = 0
         self._mask: torch.Tensor | None = None  # bool [B, columns]: which columns are tokens. None: all
         self._mode: bool | None = None  # whether layers attend to pages; None before the first step
-        self._salt = b""  # of the model as it was when the cache began
+        self._identity = identity_of(None, salt)  # with the model as it was when the cache began
         self._is_identified = False  # whether the pages of the pool are those of the weights now
         self.shares = True  # whether its pages can be found, and it finds pages
         self.may_repeat = False  # whether a step may have beams of the rows: in generate()
@@ -279,7 +280,7 @@ class PagedCache(Cache):
         """Open the sequences of a first step, or repeat those of prompts whose beams begin."""
         held = len(self.holdings.spaces)
         if not held:
-            self.holdings.spaces = list(self.pool.kv.open_batch([()] * rows, salt=self.salt).spaces)
+            self.holdings.spaces = list(self.pool.kv.open_batch([()] * rows, salt=self._identity).spaces)
         elif rows > held and rows % held == 0 and self.may_repeat:
             self.batch_repeat_interleave(rows // held)
         elif rows != held:
@@ -417,7 +418,7 @@ class PagedCache(Cache):
         pads = (mask.shape[1] - mask.sum(1)).tolist()
         with self.pool.lock:
             self.pool.sweep()
-            spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self.salt)
+            spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self._identity)
             self.holdings.spaces = list(spaces)
             self._columns = columns
             self._mask = mask[:, :columns].bool() if columns and not bool(mask[:, :columns].all()) else None
@@ -425,12 +426,12 @@ class PagedCache(Cache):
 
     def identify(self) -> None:
         """Let the cache share pages with prompts that the same model would compute alike, and with no others."""
-        if self.pool.model is not None and not self._is_identified:
+        model = self.pool.model
+        if model is not None and not self._is_identified:
             self.pool.forget_others()
-            self._salt = salt_of(self.pool.model)
-            self.salt = self.salt or self._salt
-            self.shares, self._is_identified = is_reproducible(self.pool.model), True
-        elif self._is_identified and self._salt != salt_of(self.pool.model):
+            self._identity = identity_of(model, self.salt)
+            self.shares, self._is_identified = is_reproducible(model), True
+        elif self._is_identified and self._identity != identity_of(model, self.salt):
             self.shares = False  # other adapters go on with these tokens
 
     def _rearrange(self, index: Sequence[int]) -> None:
@@ -478,7 +479,7 @@ class PagedCache(Cache):
             self.settle()
             other.holdings.spaces = [space.fork() for space in self.holdings.spaces]
         other._columns, other._mask, other._mode = self._columns, self._mask, self._mode
-        other._is_identified, other._salt, other.shares = self._is_identified, self._salt, self.shares
+        other._is_identified, other._identity, other.shares = self._is_identified, self._identity, self.shares
         return other
 
     __copy__ = None  # a shallow copy would give pages back twice

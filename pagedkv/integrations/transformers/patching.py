@@ -263,7 +263,10 @@ class Patched:
 
     def _paged_generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         config = args[0] if args else kwargs.get("generation_config")
-        if not self._is_served(config, kwargs):
+        given = next((kwargs[name] for name in (CACHE, _OLD_NAME) if kwargs.get(name) is not None), None)
+        if isinstance(given, PagedCache) and not getattr(config, "is_assistant", False):
+            given.pool.forget_others()  # the cache of an assistant is that of one call
+        if given is not None or not self._is_served(config, kwargs):
             return self._generate(inputs, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in (CACHE, _OLD_NAME)}  # None, if given
         cache = PagedCache(self.model.config, pool=self.pool)
@@ -289,9 +292,7 @@ class Patched:
         return result
 
     def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call of generate() may have a PagedCache: whether it names no other cache, and wants one."""
-        if any(kwargs.get(name) is not None for name in (CACHE, _OLD_NAME)):
-            return False
+        """Return whether a call of generate() without a cache of its own may have a PagedCache."""
         if self._option("use_cache", config, kwargs) is False:
             return False
         if not self.model._supports_default_dynamic_cache():

@@ -86,7 +86,7 @@ class Pool:
         self._caches: weakref.WeakSet[Member] = weakref.WeakSet()
         self._dropped: deque[Holdings] = deque()
         self._calls: dict[Any, Any] = {}  # bound to the frames
-        self._fingerprint: int | None = None
+        self._fingerprint: tuple[object, ...] | None = None
         self._model: weakref.ref[Any] | None = None
         self._is_closed = False
 

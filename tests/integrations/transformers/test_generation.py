@@ -2,8 +2,9 @@
 
 transformers has these tests in GenerationTesterMixin (greedy, sample, beam, assisted, prompt_lookup, left_padding,
 continue_from_past, inputs_embeds, static_cache, logits_to_keep). Its sources are no package, so this file says the same
-of nine families: a model that is patched, or that gets a PagedCache, does what the model does without. In the last part,
-arguments of generate() are handed on, and arguments that reach attention are checked.
+of nine families: a model that is patched, or that gets a PagedCache, does what the model does without.
+
+The last part tests arguments: those of generate() are handed on, and those that reach attention are checked.
 """
 
 from __future__ import annotations

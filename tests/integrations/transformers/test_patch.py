@@ -146,7 +146,7 @@ def test_adapters_are_part_of_what_a_prompt_finds(llama: Any, patched: Patched, 
     inputs = prompts(40, (0,))
     counter = Counter(llama)
     for adapter, columns in ((b"", 40), (b"a", 40), (b"b", 40), (b"a", 8), (b"", 8)):
-        monkeypatch.setattr("pagedkv.integrations.transformers.cache.salt_of", lambda _, name=adapter: name)
+        monkeypatch.setattr("pagedkv.integrations.transformers.cache.identity_of", lambda *_, name=adapter: name)
         counter.columns = 0
         llama.generate(**inputs, **OPTIONS)
         assert counter.columns == columns + 11

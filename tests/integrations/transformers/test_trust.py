@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations.transformers import NAME, PagedCache, Pool, patch, unpatch
-from pagedkv.integrations.transformers.identity import salt_of
+from pagedkv.integrations.transformers.identity import identity_of
 from tests.integrations.transformers.families import model_of, prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -123,9 +123,9 @@ def test_an_adapter_that_is_switched_in_a_conversation_leaves_no_pages(
     monkeypatch.setitem(__import__("sys").modules, "peft", SimpleNamespace())
     layer = model.model.layers[0].self_attn.k_proj
     layer.base_layer, layer.active_adapters, layer.scaling = torch.nn.Identity().eval(), ["a"], {"a": 1.0}
-    first = salt_of(model)
+    first = identity_of(model, b"")
     layer.scaling["a"] = 2.0
-    assert salt_of(model) != first
+    assert identity_of(model, b"") != first
     inputs = prompts(40, (0,))
     talk = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True)
     layer.active_adapters = ["b"]

@@ -1,0 +1,218 @@
+"""Identity: a prompt finds a page only if every layer has stored K and V of its tokens, and would compute the same now.
+
+The inputs besides tokens are the user's salt, adapters, autocast, weights, hooks and forwards.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, Patched, patch
+from pagedkv.integrations.transformers.geometry import CACHE
+from pagedkv.integrations.transformers.identity import identity_of
+from tests.integrations.transformers.families import model_of, prompts
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+PROMPT = prompts(40, (0,))["input_ids"]
+NORM = LlamaRMSNorm.forward
+SALTS = (b"", b"tenant 1", b"tenant 1\n", b"\x00" * 8, b"autocast torch.bfloat16")
+
+
+@pytest.fixture
+def llama() -> Any:
+    return model_of("llama")
+
+
+def tokens(model: Any, **options: Any) -> list[list[int]]:
+    found: list[list[int]] = model.generate(PROMPT, **OPTIONS, **options).tolist()
+    return found
+
+
+def known(handle: Patched, salt: bytes = b"") -> int:
+    with PagedCache(handle.model.config, pool=handle.pool, salt=salt) as cache:
+        return cache.find(PROMPT)
+
+
+def fill(handle: Patched, salt: bytes = b"") -> None:
+    with torch.no_grad(), PagedCache(handle.model.config, pool=handle.pool, salt=salt) as cache:
+        handle.model(PROMPT, **{CACHE: cache})
+
+
+# -- salts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_finds_pages_of_its_own_salt_alone(patched: Patched) -> None:
+    for number, salt in enumerate(SALTS):
+        assert [known(patched, one) for one in SALTS] == [32] * number + [0] * (len(SALTS) - number)
+        fill(patched, salt)
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_a_salt_is_added_to_autocast(salt: bytes, patched: Patched) -> None:
+    fill(patched, salt)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert known(patched, salt) == 0
+            fill(patched, salt)
+            assert known(patched, salt) == 32
+            with torch.autocast("cpu", enabled=False):
+                assert known(patched, salt) == 32
+    torch.set_autocast_enabled("cuda", True)  # of another device
+    try:
+        assert known(patched, salt) == 32
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_a_salt_is_added_to_adapters(salt: bytes) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model_of("llama", num_hidden_layers=2), config, adapter_name="a")
+    adapted.add_adapter("b", config)
+    model = adapted.eval().get_base_model()
+    first = model.model.layers[0].self_attn
+
+    def both() -> None:
+        adapted.base_model.set_adapter(["a", "b"])
+
+    def one_each() -> None:
+        first.q_proj.set_adapter("a")
+        first.k_proj.set_adapter("b")
+
+    def exchanged() -> None:
+        first.q_proj.set_adapter("b")
+        first.k_proj.set_adapter("a")
+
+    def scaled() -> None:
+        first.q_proj.scale_layer(3.0)
+
+    ways = [lambda: adapted.set_adapter("a"), lambda: adapted.set_adapter("b"), both, one_each, exchanged, scaled]
+    handle = patch(model, memory="16MiB")
+    for way in ways:
+        way()
+        assert known(handle, salt) == 0
+        fill(handle, salt)
+        assert known(handle, salt) == 32
+    with adapted.disable_adapter():
+        assert known(handle, salt) == 0
+        fill(handle, salt)
+    with adapted.disable_adapter():
+        assert known(handle, salt) == 32
+    with torch.no_grad():
+        first.k_proj.lora_B["b"].weight.mul_(2)
+    assert known(handle, salt) == 0  # changed in place
+    handle.unpatch()
+
+
+def test_no_salt_names_what_another_salt_and_the_model_name_together(llama: Any) -> None:
+    named: dict[tuple[bytes, Any], bytes] = {}
+    for _ in range(3):  # the names of one round are the crafted salts of the next
+        for salt in {*SALTS, *named.values()}:
+            for dtype in (None, torch.bfloat16, torch.float16):
+                with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                    named[salt, dtype] = identity_of(llama, salt)
+    assert len(set(named.values())) == len(named) > 100
+    assert identity_of(llama, b"") == identity_of(None, b"") == b""
+
+
+@pytest.mark.parametrize("salt", ["tenant", 5, None, {0: b"image"}])
+def test_a_salt_that_is_no_bytes_is_refused(salt: Any, llama: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"the salt of a PagedCache is a \w+; give bytes"):
+        PagedCache(llama.config, salt=salt)
+
+
+# -- forwards and hooks ------------------------------------------------------------------------------------------------
+
+
+def on_an_instance(model: Any, factor: float) -> None:
+    layer = model.model.layers[1].mlp
+    layer.forward = lambda hidden: type(layer).forward(layer, hidden) * factor
+
+
+def as_a_method(model: Any, factor: float) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.forward = MethodType(
+        lambda self, *args, **given: (type(self).forward(self, *args, **given)[0] * factor, None), attention
+    )
+
+
+def on_a_class(_: Any, factor: float) -> None:
+    LlamaRMSNorm.forward = lambda self, hidden: NORM(self, hidden) * factor
+
+
+def another_class(model: Any, factor: float) -> None:
+    forward = {"forward": lambda self, hidden: LlamaMLP.forward(self, hidden) * factor}
+    model.model.layers[0].mlp.__class__ = type("Scaled", (LlamaMLP,), forward)
+
+
+def another_module(model: Any, factor: float) -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.silu(hidden) * factor
+
+    model.model.layers[0].mlp.act_fn = Scaled().eval()
+
+
+def a_hook(model: Any, factor: float) -> None:
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
+
+
+@pytest.mark.parametrize("change", [on_an_instance, as_a_method, on_a_class, another_class, another_module, a_hook])
+def test_pages_of_a_forward_that_was_replaced_are_not_found(
+    change: Callable[[Any, float], None], llama: Any, patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaRMSNorm, "forward", NORM)  # put back at the end
+    tokens(llama)
+    for factor in (0.5, -1.0, 2.0):  # replaced again and again: a new function may have the address of an old one
+        change(llama, factor)
+        gc.collect()
+        assert known(patched) == 0
+        found = tokens(llama)
+        assert known(patched) == 32
+        patched.pool.forget()
+        assert tokens(llama) == found
+
+
+def test_a_forward_that_is_put_back_finds_no_pages_of_the_other(llama: Any, patched: Patched) -> None:
+    expected = tokens(llama)
+    on_an_instance(llama, 0.5)
+    assert tokens(llama) != expected
+    del llama.model.layers[1].mlp.forward
+    assert tokens(llama) == expected
+
+
+@pytest.mark.parametrize("change", [on_an_instance, a_hook])
+def test_a_turn_with_another_forward_or_hook_leaves_no_pages(
+    change: Callable[[Any, float], None], llama: Any, patched: Patched
+) -> None:
+    """The change is taken back before the cache is closed, so the model is as it was when the cache began."""
+    talk = llama.generate(PROMPT, **OPTIONS, return_dict_in_generate=True)
+    more = torch.cat([talk.sequences, PROMPT], 1)
+    expected = llama.generate(more, **OPTIONS)
+    patched.pool.forget()
+    change(llama, -1.0)
+    assert not llama.generate(more, **OPTIONS, **{CACHE: talk[CACHE]}).equal(expected)
+    vars(llama.model.layers[1].mlp).pop("forward", None)
+    llama.model.layers[0]._forward_pre_hooks.clear()
+    assert llama.generate(more, **OPTIONS).equal(expected)
+    talk[CACHE].close()
+    assert llama.generate(more, **OPTIONS).equal(expected)
+
+
+def test_a_pool_keeps_no_forward_of_a_model_alive(llama: Any, patched: Patched) -> None:
+    on_an_instance(llama, 0.5)
+    tokens(llama)
+    forward = weakref.ref(llama.model.layers[1].mlp.forward)
+    del llama.model.layers[1].mlp.forward
+    gc.collect()
+    assert forward() is None
