@@ -50,9 +50,10 @@ def _end(text: str) -> int:
 def reason(error: object, url: str, *others: str) -> str:
     """Return the first line of an exception of a client library, or its class if the line may show a secret.
 
+    An answer over HTTP is told by its status alone: servers send back what they were sent, with its credentials.
     others: texts of which some may be secrets, besides those in `url`
     """
-    parts, line = _parts(url), str(error).partition("\n")[0]
+    parts, line = _parts(url), re.sub(r"(status code: \d+[^:]*):.*", r"\1", str(error).partition("\n")[0])
     words = {*_words(parts.secret), *others, *(word for word in _words(parts.query) if len(word) > 2)}
     is_safe = url.isascii() and not any(word.casefold() in line.casefold() for word in words)
     return line if line and is_safe else type(error).__name__

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +19,7 @@ from pagedkv import PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers import ObjectTier, RedisTier, client_of
 from pagedkv.tiers.from_text import tiers_of
+from pagedkv.tiers.shared.objects import ObjectClient
 from pagedkv.tiers.shared.records import Records
 from pagedkv.tiers.urls import reason, shown
 from tests.tiers.stores import MemoryClient, reachable
@@ -241,6 +244,52 @@ def test_an_exception_that_shows_no_secret_is_told_in_its_own_words() -> None:
         assert reason(refused, url) == "Error 111 connecting to 127.0.0.1:9. Connection refused."
     assert reason(refused, "redis://refused:x@h") == "ConnectionError"
     assert reason(TimeoutError(), "") == "TimeoutError"
+
+
+class Echo(BaseHTTPRequestHandler):
+    """A server that refuses each request, and sends back what it got."""
+
+    def do_GET(self) -> None:
+        said = f"{self.requestline} {dict(self.headers)}".encode()
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    do_PUT = do_PROPFIND = do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing to stderr."""
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        (f"http://user:{FIRST}@HOST/b", {}),
+        (f"http://HOST/b?token={FIRST}", {}),
+        ("s3://b", {"region": "x", "aws_access_key_id": FIRST, "secret_access_key": "x", "session_token": SECOND}),
+        ("az://b/p", {"account_name": "name", "sas_key": f"sv=1&sig={FIRST}"}),
+        ("az://b/p", {"account_name": "name", "bearer_token": FIRST}),
+    ],
+)
+def test_a_server_that_sends_back_what_it_got_is_told_by_its_status(url: str, options: Any, echo: str) -> None:
+    pytest.importorskip("obstore")
+    where = {} if "HOST" in url else {"endpoint": f"http://{echo}"}
+    options = {**options, **where, "client_options": {"allow_http": True}}
+    records = Records(ObjectClient(url.replace("HOST", echo), 2.0, options), None)
+    for call in (lambda: records.put([b"p"], [np.zeros(1, np.uint8)]), lambda: records.find([b"p"])):
+        without_secret(text := told(call))
+        assert "GenericError" in text or "400" in text
 
 
 def test_the_shell_shows_no_secret_of_a_tier() -> None:
