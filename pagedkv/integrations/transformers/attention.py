@@ -142,8 +142,8 @@ def _attend(
     pool = cache.pool
     place = pool.place(layer)
     if is_new:
+        cache.note_stored(layer)
         pool.write(layer)(_tokens(key), _tokens(value), step.batch[place])
-        step.stored.add(layer)
     columns = query.shape[2]
     if columns not in (step.width, ACTIVE.kept):
         raise InvalidRequest(

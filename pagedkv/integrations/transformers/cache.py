@@ -7,9 +7,10 @@ A forward pass of the model is a step:
     end       the step stays outstanding, so that `crop` can take drafts back: it is committed with fewer tokens
     settle    the next step, a reordering of beams or `close` commits it
 
-Two modes. With the hooks of `patch`, layers attend to pages ("pagedkv", attention.py): padding is never stored, and
-nothing is gathered. With any other attention function, `update` stores what it gets, padding too, and returns K and V
-gathered from the pages. A cache stays in the mode of its first step.
+Two kinds of steps. With the hooks of `patch`, layers attend to pages ("pagedkv", attention.py): nothing is gathered.
+If pages would show a token something else than the host does (padding.py), and with any other attention function,
+`update` returns K and V gathered from the pages, in columns of the host. The hooks know the mask, so padding is not
+stored; without them it is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pagedkv import PagedBatch, gather_kv, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import CACHE, Shape
 from pagedkv.integrations.transformers.identity import identity_of, is_reproducible
+from pagedkv.integrations.transformers.padding import computes_padding, has_padding_behind, spread, windows_agree
 from pagedkv.integrations.transformers.pool import Pool
 from pagedkv.integrations.transformers.step import Holdings, Step
 
@@ -128,8 +130,8 @@ class PagedCache(Cache):
         )
         self.config, self.salt, self.holdings = config, salt, Holdings()
         self._columns = 0
-        self._mask: torch.Tensor | None = None  # bool [B, columns]: which columns are tokens. None: all
-        self._mode: bool | None = None  # whether layers attend to pages; None before the first step
+        self._mask: torch.Tensor | None = None  # bool [B, columns]: which columns are stored. None: all
+        self._lacking: set[int] = set()  # layers that have not stored all tokens of the cache
         self._identity = identity_of(None, salt)  # with the model as it was when the cache began
         self._is_identified = False  # whether the pages of the pool are those of the weights now
         self.shares = True  # whether its pages can be found, and it finds pages
@@ -146,46 +148,45 @@ class PagedCache(Cache):
         mask: torch.Tensor | None,
         positions: torch.Tensor | None = None,
         *,
-        paged: bool,
-    ) -> None:
+        attends: bool | None,
+    ) -> bool:
         """Plan the step of a forward pass with `shape` (rows, columns) of new tokens.
 
         ids:       the token ids, [B, L], or None if pages of these tokens must not be shared.
         mask:      which columns of each row are tokens, [B, columns so far + L]. None: all.
         positions: for which the model computes K, [B or 1, L]; None: the host counts columns. Pages are not shared if
                    these are not the places of the tokens in their sequence.
+        attends:   whether layers can attend to pages. None: a layer calls, without the hooks of `patch`.
+        Returns: whether they do in this step
         """
         rows, width = shape
-        mask = None if mask is None else mask.bool()
-        real = None if mask is None or bool(mask[:, -width:].all()) else mask[:, -width:]
         with self.pool.lock:
             self.settle()
-            if self._mode not in (None, paged):
-                raise InvalidRequest(
-                    "the attention function changed while this cache holds tokens; use a new PagedCache for each batch"
-                )
             self._set_rows(rows)
-            if paged:
-                self._refuse_other_columns(mask, width)
-            stored = real if paged else None
-            counts = [width] * rows if stored is None else stored.sum(1).tolist()
+            if mask is not None and len(mask) != rows and not bool(mask.all()):
+                raise InvalidRequest(f"the attention_mask has {len(mask)} rows and the batch {rows}; give one for each")
+            fits = attends is not None and self._fits(mask, width)
+            if not fits:  # padding is stored too: no later mask shows a column that is lacking
+                mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=True)
+            mask = None if mask is None else mask.bool()
+            agrees = fits and (mask is None or windows_agree(mask, width, self.pool.geometry.windows))
+            paged = bool(attends) and agrees and (mask is None or not computes_padding(mask, width))
+            real = None if mask is None or bool(mask[:, -width:].all()) else mask[:, -width:]
+            counts = [width] * rows if real is None else real.sum(1).tolist()
             batch = tokens = self.pool.plan(self, counts)
             try:
                 known = None
-                if (
-                    ids is not None
-                    and self.shares
-                    and (paged or real is None)
-                    and self._counts_up(positions, batch, stored)
-                ):
-                    known = _packed(ids, stored).to(torch.int32).numpy()
-                if stored is not None:
-                    batch = batch.padded(stored.to(self.pool.kv.device))
+                if ids is not None and agrees and self.shares and self._counts_up(positions, batch, real):
+                    known = _packed(ids, real).to(torch.int32).numpy()
+                if paged and real is not None:
+                    batch = batch.padded(real.to(self.pool.kv.device))
             except BaseException:
                 self.pool.kv.abort(batch)
                 raise
-            self._mode, self.holdings.step = paged, Step(batch, width, known, paged, tokens, stored)
-            self._mask = mask if paged and (real is not None or self._mask is not None) else None
+            step = Step(batch, width, known, paged, tokens, real, is_hooked=attends is not None)
+            self.holdings.step = step
+            self._mask = mask if real is not None or self._mask is not None else None
+        return paged
 
     def _counts_up(self, positions: torch.Tensor | None, batch: Any, real: torch.Tensor | None) -> bool:
         """Return whether the positions of the tokens are their places in their sequences, and pages can be shared."""
@@ -198,40 +199,36 @@ class PagedCache(Cache):
             return False
         return _packed(positions.expand(rows, width), real).equal(torch.from_numpy(batch.plan.positions))
 
-    def can_attend_to_pages(self, mask: torch.Tensor | None) -> bool:
-        """Return whether the steps of this cache can attend to pages; its first mask decides.
+    def _fits(self, mask: torch.Tensor | None, width: int) -> bool:
+        """Return whether a mask has a column for each token so far, and shows those that are stored and no others.
 
-        Padding behind tokens is computed by the host, which reads what it computes. Pages have no padding: for such
-        prompts K and V are gathered, with the padding.
+        The host takes other masks too: columns that a mask lacks are hidden, and those that it has too many are not
+        read. They are served by gathering, without a step over pages.
+        Raises: InvalidRequest if it shows a column that is not stored
         """
-        return mask is None or not has_padding_behind(mask) if self._mode is None else self._mode
-
-    def _refuse_other_columns(self, mask: torch.Tensor | None, width: int) -> None:
-        """Raise unless the mask has a column for each token so far, and shows those that were stored."""
-        if mask is not None and mask.shape[1] != self._columns + width:
-            raise InvalidRequest(
-                f"a mask of {mask.shape[1]} columns for {self._columns} columns in the cache and {width} new ones; "
-                "give one column for each"
-            )
-        before = None if mask is None else mask[:, :-width]
         if self._mask is None:
-            is_same = before is None or bool(before.all())
-        else:
-            is_same = before is not None and before.shape == self._mask.shape and before.equal(self._mask)
-        if not is_same:
-            raise InvalidRequest(
-                "the mask of the columns before this call is another than in the calls before; padding is not stored, "
-                "so give the same mask with a column for each new token"
-            )
+            return mask is None or (mask.shape[1] == self._columns + width and bool(mask[:, :-width].all()))
+        if mask is not None and mask.shape[0] == len(self._mask):
+            before = mask[:, : self._columns].bool()
+            if before.equal(self._mask):
+                return mask.shape[1] == self._columns + width
+            if not bool((before & ~self._mask[:, : before.shape[1]]).any()):
+                return False
+        raise InvalidRequest(
+            "the attention_mask shows columns that were padding in the calls before, and padding is not stored; give "
+            "the attention_mask of the calls before with a column for each new token"
+        )
 
     def end(self, *, is_done: bool) -> None:
         """End the step: it stays outstanding until `settle`, or is undone if the forward pass raised."""
         with self.pool.lock:
             self.pending, step = None, self.holdings.step
             if step is not None and not step.done:
-                step.done = is_done
-                if is_done:
+                step.done = is_done and bool(step.stored)
+                if step.done:
                     self._columns += step.width
+                    self._lacking |= set(self.pool.geometry.cached) - step.stored
+                    step.ids = None if self._lacking else step.ids
                 else:
                     self._abort()
 
@@ -268,7 +265,26 @@ class PagedCache(Cache):
 
     def _is_whole(self, step: Step) -> bool:
         """Return whether all layers have stored K and V in a step of a cache without hooks."""
-        return not step.paged and not step.done and len(step.stored) == len(self.pool.geometry.cached)
+        return not step.is_hooked and not step.done and len(step.stored) == len(self.pool.geometry.cached)
+
+    def note_stored(self, layer: int) -> None:
+        """Note that `layer` stores K and V of the step's tokens. A page can be found if each layer has.
+
+        Raises: InvalidRequest if it has stored them before, or has not stored those of the steps before
+        """
+        step = self.holdings.step
+        if step is not None and layer in step.stored:
+            raise InvalidRequest(
+                f"layer {layer} stores K and V twice in a forward pass, which pages do not serve; use the model "
+                "without patch()"
+            )
+        if layer in self._lacking:
+            raise InvalidRequest(
+                f"layer {layer} has not computed all tokens of the cache: a forward pass before used fewer layers; "
+                "use a new PagedCache, or as many layers in each call"
+            )
+        if step is not None:
+            step.stored.add(layer)
 
     def _abort(self) -> None:
         step, self.holdings.step = self.holdings.step, None
@@ -296,6 +312,11 @@ class PagedCache(Cache):
         Returns: the tensors to attend to. With paged attention the given tensors, which attention.py stores; else K
                  and V of all columns that the layer sees, gathered
         """
+        if layer_idx >= len(self.layers):
+            raise InvalidRequest(
+                f"layer {layer_idx} stores K and V, and the pool was made for {len(self.layers)} layers; make it, or "
+                "patch the model, with as many layers as a call may use"
+            )
         step = self.holdings.step
         if step is not None and step.paged and not step.done:
             if self.pending is not None:
@@ -321,17 +342,17 @@ class PagedCache(Cache):
         if layer not in self.pool.geometry.cached:
             raise InvalidRequest(f"layer {layer} stores K and V, and its config says that it has none of its own")
         step = self.holdings.step
-        if step is not None and not step.done and layer in step.stored and not self._is_whole(step):
-            missing = sorted(set(self.pool.geometry.cached) - step.stored)[:8]
-            self._abort()
-            raise InvalidRequest(
-                f"the forward pass before ended while layers {missing} had stored no K and V; its tokens were taken "
-                "back, so call the model again. If no error has interrupted it, the model is not served"
-            )
-        if step is None or step.done or layer in step.stored:
+        if step is None or step.done or (layer in step.stored and not step.is_hooked):
+            if step is not None and not step.done and not self._is_whole(step):
+                missing = sorted(set(self.pool.geometry.cached) - step.stored)[:8]
+                self._abort()
+                raise InvalidRequest(
+                    f"the forward pass before ended while layers {missing} had stored no K and V; its tokens were "
+                    "taken back, so call the model again. If no error has interrupted it, the model is not served"
+                )
             if not self.pool.is_ready:
                 self.pool.fit(dict.fromkeys(self.pool.geometry.cached, Shape.of(k, v)), k.device)
-            self.begin(None, (k.shape[0], k.shape[2]), None, paged=False)
+            self.begin(None, (k.shape[0], k.shape[2]), None, attends=None)
             step = self.holdings.step
             assert step is not None
         place, kv = self.pool.place(layer), self.pool.kv
@@ -341,8 +362,10 @@ class PagedCache(Cache):
                 f"layer {layer} has {k.shape[1]} heads of {k.shape[-1]} and {v.shape[-1]} elements, and the pool is "
                 f"made for {spec.num_kv_heads} of {spec.head_dim} and {spec.head_dim_v}; use pool=Pool.for_model(model)"
             )
-        write_kv(k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), kv[place], step.batch[place])
-        step.stored.add(layer)
+        self.note_stored(layer)
+        real = None if step.real is None else step.real.to(k.device)
+        k, v = (x.transpose(1, 2).flatten(0, 1) if real is None else x.transpose(1, 2)[real] for x in (k, v))
+        write_kv(k, v, kv[place], step.tokens[place])
         return self.gathered(layer)
 
     def gathered(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -357,17 +380,21 @@ class PagedCache(Cache):
                     return self._gather(place, batch[place], self.get_seq_length(layer), width)
                 finally:
                     kv.abort(batch)
-        return self._gather(place, step.batch[place], self.get_seq_length(layer), width)
+        return self._gather(place, step.tokens[place], self.get_seq_length(layer), width)
 
     def _gather(self, place: int, batch: PagedBatch, columns: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv = self.pool.kv
         layer, spec = kv[place], kv.specs[kv.layer_groups[place]]
         seen = columns if spec.window is None else min(columns, spec.window - 1 + width)
+        real = None if self._mask is None else self._mask[:, columns - seen : columns]
+        counts = None if real is None else real.sum(1, dtype=torch.int32).to(kv.device)
+        most = seen if counts is None else int(counts.max())
         rows, dtype = len(self.holdings.spaces), getattr(torch, spec.dtype)
-        k = torch.empty(rows, spec.num_kv_heads, seen, spec.head_dim, dtype=dtype, device=kv.device)
-        v = torch.empty(rows, spec.num_kv_heads, seen, layer.v.shape[-1], dtype=dtype, device=kv.device)
-        gather_kv(layer, batch, batch.seq_lens - seen, (k.transpose(1, 2), v.transpose(1, 2)))
-        return k, v
+        k = torch.empty(rows, spec.num_kv_heads, most, spec.head_dim, dtype=dtype, device=kv.device)
+        v = torch.empty(rows, spec.num_kv_heads, most, layer.v.shape[-1], dtype=dtype, device=kv.device)
+        first = batch.seq_lens - (seen if counts is None else counts)
+        gather_kv(layer, batch, first, (k.transpose(1, 2), v.transpose(1, 2)))
+        return (k, v) if real is None else (spread(k, real), spread(v, real))
 
     # -- lengths -------------------------------------------------------------------------------------------------------
 
@@ -412,7 +439,7 @@ class PagedCache(Cache):
         if not self.shares:
             return 0
         mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().int()
-        if mask.shape != input_ids.shape or has_padding_behind(mask):
+        if mask.shape != input_ids.shape or has_padding_behind(mask) or not bool(mask.any()):
             return 0
         rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
         pads = (mask.shape[1] - mask.sum(1)).tolist()
@@ -478,7 +505,7 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.settle()
             other.holdings.spaces = [space.fork() for space in self.holdings.spaces]
-        other._columns, other._mask, other._mode = self._columns, self._mask, self._mode
+        other._columns, other._mask, other._lacking = self._columns, self._mask, set(self._lacking)
         other._is_identified, other._identity, other.shares = self._is_identified, self._identity, self.shares
         return other
 
@@ -494,7 +521,7 @@ class PagedCache(Cache):
             self.holdings.release(self.pool)
             if self._is_identified:
                 self.pool.forget_others()  # the weights changed meanwhile
-            self._columns, self._mask, self._mode = 0, None, None
+            self._columns, self._mask, self._lacking = 0, None, set()
             self._is_identified, self.shares, self.may_repeat = False, True, False
 
     close = reset
@@ -507,11 +534,6 @@ class PagedCache(Cache):
 
     def __repr__(self) -> str:
         return f"PagedCache({len(self.holdings.spaces)} rows, {self.get_seq_length()} columns, {self.pool})"
-
-
-def has_padding_behind(mask: torch.Tensor) -> bool:
-    """Return whether a row of a mask, [B, L], has padding after a token."""
-    return bool((mask.bool().int().diff() < 0).any())
 
 
 def _packed(columns: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

@@ -37,5 +37,6 @@ class NameInConfig:
                 config._attn_implementation = self._own.pop(id(config))
 
     def own(self, config: Any) -> str:
-        """Return the name that `config` has without us: "sdpa" if ours does not stand there."""
-        return self._own.get(id(config), "sdpa")
+        """Return the name that `config` has without us."""
+        name = config._attn_implementation
+        return self._own.get(id(config), "sdpa") if name == self.name else str(name)

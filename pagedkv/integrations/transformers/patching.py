@@ -23,9 +23,10 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import linears, trial
 from pagedkv.integrations.transformers.attention import ACTIVE, IN_CONFIG, OF_GENERATE, register
 from pagedkv.integrations.transformers.batching import BATCHING_NAME
-from pagedkv.integrations.transformers.cache import PagedCache, has_padding_behind
+from pagedkv.integrations.transformers.cache import PagedCache
 from pagedkv.integrations.transformers.geometry import CACHE, HOST, shapes_of
 from pagedkv.integrations.transformers.identity import makes_own_inputs
+from pagedkv.integrations.transformers.padding import has_padding_behind, sees_nothing
 from pagedkv.integrations.transformers.pool import Pool
 
 _ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
@@ -206,9 +207,6 @@ class Patched:
         mask, ids = given.get("attention_mask"), given.get("input_ids")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             raise InvalidRequest("a PagedCache takes masks of shape [batch, tokens]; custom masks need another cache")
-        paged = self.attends_to_pages and cache.can_attend_to_pages(mask)
-        if paged and given.get("output_attentions", getattr(self._config, "output_attentions", False)):
-            raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
         tokens = ids if ids is not None else given.get("inputs_embeds")
         if tokens is None or not len(tokens):
             raise InvalidRequest("the model got no input_ids and no inputs_embeds, or a batch of no rows; give some")
@@ -223,10 +221,16 @@ class Patched:
             and not set(given) - _PLAIN_INPUTS
             and (positions is None or positions.ndim == 2)
         )
-        cache.begin(ids if is_plain else None, shape, mask, positions, paged=paged)
+        ids = ids if is_plain else None
+        paged = cache.begin(ids, shape, mask, positions, attends=self.attends_to_pages)
+        if paged and given.get("output_attentions", getattr(self._config, "output_attentions", False)):
+            cache.end(is_done=False)
+            raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
         if paged:
             kept = given.get("logits_to_keep", 0)
             self._enter(cache, kept if isinstance(kept, int) else 0)
+        else:
+            self._leave()  # a forward pass before may have been interrupted
 
     def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = self._given(args, kwargs).get(CACHE)
@@ -264,8 +268,8 @@ class Patched:
     def _paged_generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         config = args[0] if args else kwargs.get("generation_config")
         given = next((kwargs[name] for name in (CACHE, _OLD_NAME) if kwargs.get(name) is not None), None)
-        if isinstance(given, PagedCache) and not getattr(config, "is_assistant", False):
-            given.pool.forget_others()  # the cache of an assistant is that of one call
+        if isinstance(given, PagedCache):
+            self._go_on(given, config, kwargs)
         if given is not None or not self._is_served(config, kwargs):
             return self._generate(inputs, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in (CACHE, _OLD_NAME)}  # None, if given
@@ -293,7 +297,7 @@ class Patched:
 
     def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether a call of generate() without a cache of its own may have a PagedCache."""
-        if self._option("use_cache", config, kwargs) is False:
+        if self._option("use_cache", config, kwargs) is False or self._is_blind(kwargs):
             return False
         if not self.model._supports_default_dynamic_cache():
             return False
@@ -305,6 +309,22 @@ class Patched:
                 "patch(model, kv_dtype='int8') for half the memory, or call unpatch(model) first"
             )
         return asked is None and default in (None, "hybrid")  # "hybrid" is what the host reads as None
+
+    def _is_blind(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether the host's attention reads K and V of padding that its mask hides."""
+        mask: Any = kwargs.get("attention_mask")
+        is_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2 and IN_CONFIG.own(self._config) != "sdpa"
+        return is_mask and sees_nothing(mask, self.pool.geometry.windows)
+
+    def _go_on(self, cache: PagedCache, config: Any, kwargs: dict[str, Any]) -> None:
+        """Prepare a call of generate() with a cache that the user gives."""
+        if self._is_blind(kwargs):
+            raise InvalidRequest(
+                "the attention_mask shows no token to the last column of a row, and pages have no padding; pad on the "
+                "left (padding_side='left'), or call generate() without a PagedCache"
+            )
+        if not getattr(config, "is_assistant", False):  # an assistant goes on with the cache of the same call
+            cache.pool.forget_others()
 
     def _option(self, name: str, config: Any, kwargs: dict[str, Any]) -> Any:
         """Return an option of a call of generate(): of the call, else of its generation config, else the model's."""

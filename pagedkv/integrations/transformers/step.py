@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class Step:
     """The step of one forward pass.
 
-    batch:   the plan, padded if a row has padding. width: columns of the host, padding included.
+    batch:   the plan, padded if layers attend to pages and a row has padding. width: columns of the host, padding
+             included.
     ids:     int32 of the tokens, or None if pages of them must not be shared.
     paged:   whether layers attend to pages. stored: layers that have stored their K and V.
     tokens:  the plan, not padded. real: bool [B, width], which columns are tokens; None: all.
-    done:    whether the forward pass has ended.
+    done:    whether the forward pass has ended. is_hooked: whether the hooks of `patch` say so.
     """
 
     batch: Any
@@ -30,6 +31,7 @@ class Step:
     paged: bool
     tokens: Any
     real: torch.Tensor | None
+    is_hooked: bool
     stored: set[int] = field(default_factory=set)
     done: bool = False
     _last: dict[tuple[int, int], PagedBatch] = field(default_factory=dict)

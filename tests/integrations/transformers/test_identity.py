@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from types import MethodType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,3 +217,156 @@ def test_a_pool_keeps_no_forward_of_a_model_alive(llama: Any, patched: Patched) 
     del llama.model.layers[1].mlp.forward
     gc.collect()
     assert forward() is None
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+LONG = prompts(70, (0,))["input_ids"]
+
+
+def answer(model: Any, **options: Any) -> list[list[int]]:
+    found: list[list[int]] = model.generate(LONG, **OPTIONS | options).tolist()
+    return found
+
+
+def in_pages(handle: Patched) -> int:
+    return handle.pool.kv.lookup(LONG[0].tolist())
+
+
+@contextmanager
+def layers(model: Any, number: int) -> Iterator[None]:
+    """Let calls use the first `number` layers, as the host's early exit does."""
+    whole, model.config.num_hidden_layers = model.config.num_hidden_layers, number
+    try:
+        yield
+    finally:
+        model.config.num_hidden_layers = whole
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
+def test_pages_of_a_call_with_fewer_layers_are_not_found(name: str, number: int) -> None:
+    model = model_of(name)
+    expected = answer(model)
+    with layers(model, number):
+        fewer = answer(model)
+    handle = patch(model, memory="16MiB")
+    for beams in (1, 2):
+        with layers(model, number):
+            assert answer(model) == fewer
+            answer(model, num_beams=beams)
+        assert in_pages(handle) == 0
+    assert answer(model) == expected
+    assert in_pages(handle) == 64
+    with layers(model, number):
+        assert answer(model) == fewer  # its layers have stored the pages that all layers stored
+    handle.pool.kv.check()
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_an_early_exit_leaves_no_pages(number: int, llama: Any) -> None:
+    expected = [answer(llama, assistant_early_exit=number), answer(llama)]
+    handle = patch(llama, memory="16MiB")
+    for _ in range(2):
+        assert [answer(llama, assistant_early_exit=number), answer(llama)] == expected
+    handle.unpatch()
+
+
+class Sometimes(torch.nn.Module):
+    """A decoder layer that does what `how` says, without a trace for the identity of the model."""
+
+    def __init__(self, layer: torch.nn.Module, how: SimpleNamespace) -> None:
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
+        if self.how.does == "skip":
+            return hidden
+        made: torch.Tensor = self.layer(hidden, **given)
+        if self.how.does == "raise":
+            raise RuntimeError("in the middle")
+        if self.how.does == "interrupt":
+            raise KeyboardInterrupt
+        return self.layer(hidden, **given) if self.how.does == "twice" else made
+
+
+@pytest.fixture
+def sometimes() -> Callable[[int], tuple[Any, SimpleNamespace]]:
+    def make(number: int) -> tuple[Any, SimpleNamespace]:
+        model, how = model_of("llama"), SimpleNamespace(does="")
+        model.model.layers[number] = Sometimes(model.model.layers[number], how)
+        return model.eval(), how
+
+    return make
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_layer_that_is_skipped_leaves_no_pages(number: int, sometimes: Any) -> None:
+    model, how = sometimes(number)
+    expected = answer(model)
+    how.does = "skip"
+    without = answer(model)
+    how.does = ""
+    handle = patch(model, memory="16MiB")
+    how.does = "skip"
+    assert answer(model) == without != expected
+    assert in_pages(handle) == 0
+    how.does = ""
+    assert answer(model) == expected
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("does", ["raise", "interrupt"])
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_call_that_raises_in_a_layer_leaves_no_pages(number: int, does: str, sometimes: Any) -> None:
+    model, how = sometimes(number)
+    expected = answer(model)
+    handle = patch(model, memory="16MiB")
+    how.does = does
+    for beams in (1, 2):
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            answer(model, num_beams=beams)
+        assert in_pages(handle) == 0
+    how.does = ""
+    assert answer(model) == expected
+    handle.pool.kv.check()
+    handle.unpatch()
+
+
+def test_a_layer_that_stores_twice_is_refused(sometimes: Any) -> None:
+    model, how = sometimes(1)
+    expected = answer(model)
+    handle = patch(model, memory="16MiB")
+    how.does = "twice"
+    with pytest.raises(InvalidRequest, match="layer 1 stores K and V twice in a forward pass"):
+        answer(model)
+    how.does = ""
+    assert answer(model) == expected
+    handle.unpatch()
+
+
+def test_more_layers_than_the_pool_has_are_refused(llama: Any) -> None:
+    with layers(llama, 2):
+        handle, expected = patch(llama, memory="16MiB"), answer(llama)
+    with pytest.raises(InvalidRequest, match="layer 2 stores K and V, and the pool was made for 2 layers"):
+        answer(llama)
+    with layers(llama, 2):
+        assert answer(llama) == expected
+    handle.unpatch()
+
+
+@torch.no_grad()
+def test_a_layer_reads_no_tokens_that_it_has_not_stored(llama: Any, patched: Patched) -> None:
+    """A conversation may go on with fewer layers, and not with more again."""
+    step = torch.ones(1, 1, dtype=torch.long)
+    with PagedCache(llama.config, pool=patched.pool) as cache:
+        llama(LONG, **{CACHE: cache})
+        with layers(llama, 2):
+            llama(step, **{CACHE: cache})
+            llama(step, **{CACHE: cache})
+        with pytest.raises(InvalidRequest, match="layer 2 has not computed all tokens of the cache"):
+            llama(step, **{CACHE: cache})
+        cache.reset()
+        llama(LONG, **{CACHE: cache})
+    assert patched.pool.stats().mapped == 0

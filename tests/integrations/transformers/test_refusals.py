@@ -93,8 +93,8 @@ IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
     "a dict of masks": (
         lambda one: forward(one, attention_mask={"full_attention": FOUR}), "custom masks need another cache",
     ),
-    "a mask that hides other tokens": (
-        lambda one: second(one, attention_mask=torch.ones(2, 9)), "another than in the calls before",
+    "a mask that shows columns of padding": (
+        lambda one: second(one, attention_mask=torch.ones(2, 9)), "were padding in the calls before",
     ),
     "other rows than the cache has": (
         lambda one: second(one, input_ids=torch.ones(3, 1, dtype=torch.long)), "the batch has 3 rows and the cache 2",

@@ -247,14 +247,14 @@ def test_masks_of_every_kind_give_the_tokens_of_the_host(name: str) -> None:
         handle.unpatch()
 
 
-def test_a_mask_that_hides_as_many_other_tokens_is_refused(model: Any, patched: Any) -> None:
+def test_a_mask_that_shows_columns_of_padding_is_refused(model: Any, patched: Any) -> None:
     inputs = prompts(8, (0, 2))
     other = torch.cat([inputs["attention_mask"].flip(1), torch.ones(2, 1, dtype=torch.long)], 1)
     one = torch.ones(2, 1, dtype=torch.long)
     with torch.no_grad(), PagedCache(model.config, pool=patched.pool) as cache:
         model(**inputs, past_key_values=cache)
         for mask in (other, None):
-            with pytest.raises(InvalidRequest, match="another than in the calls before"):
+            with pytest.raises(InvalidRequest, match="were padding in the calls before"):
                 model(input_ids=one, attention_mask=mask, past_key_values=cache)
         mask = torch.cat([inputs["attention_mask"], one], 1)
         again = model(input_ids=one, attention_mask=mask, past_key_values=cache).logits

@@ -1,0 +1,273 @@
+"""Padding: a patched model gives the tokens of the host, with whatever call and on whatever side padding comes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, Patched, patch
+from pagedkv.integrations.transformers.geometry import CACHE
+from pagedkv.integrations.transformers.padding import computes_padding, sees_nothing, spread, windows_agree
+from tests.integrations.transformers.families import model_of, prompts
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+WINDOW = 5
+SIDES = ("left", "right", "middle", "holes", "all")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of("llama", num_hidden_layers=2)
+
+
+def shown(side: str, width: int, rows: int, seed: int) -> torch.Tensor:
+    """Return a mask of `width` columns with padding on a side of its first row, and in the holes of all rows."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(rows, width, dtype=torch.long)
+    size = int(torch.randint(1, max(2, width - 1), (), generator=generator))
+    place = {"left": slice(size), "right": slice(-size, None), "middle": slice(width // 3, width // 3 + size)}
+    mask[0, place.get(side, slice(None))] = 0
+    return torch.randint(0, 2, mask.shape, generator=generator) if side == "holes" else mask
+
+
+def turns(model: Any, cache: Any, masks: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """Return the tokens of a conversation, a turn for each mask."""
+    torch.manual_seed(3)
+    rows = len(masks[0])
+    ids, mask, found = torch.zeros(rows, 0, dtype=torch.long), torch.zeros(rows, 0, dtype=torch.long), []
+    given = {} if cache is None else {CACHE: cache}
+    for new in masks:
+        ids, mask = torch.cat([ids, torch.randint(1, 99, new.shape) * new], 1), torch.cat([mask, new], 1)
+        before, ids = ids.shape[1], model.generate(ids, attention_mask=mask, **OPTIONS, **options, **given)
+        mask = torch.cat([mask, mask.new_ones(rows, ids.shape[1] - before)], 1)
+        found.append(ids)
+    return found
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
+# -- tokens of the host ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3_text", "falcon", "gpt2"))]
+)
+def test_padding_gives_the_hosts_tokens_whatever_call_it_comes_with(name: str, side: str) -> None:
+    changes: dict[str, Any] = {"sliding_window": WINDOW} if name in ("mistral", "gemma3_text") else {}
+    model = model_of(name, **changes | ({} if name == "gemma3_text" else {"num_hidden_layers": 2}))
+    cases = [
+        ([shown(side, width, rows, seed) for seed, width in enumerate(widths)], chunk)
+        for rows, widths in ((1, (9,)), (2, (9,)), (2, (6, 7)), (2, (8, 1, 6)))
+        for chunk in (None, 3)
+    ]
+    expected = [turns(model, DynamicCache(config=model.config), masks, prefill_chunk_size=n) for masks, n in cases]
+    handle = patch(model, memory="16MiB")
+    for (masks, chunk), right in zip(cases, expected, strict=True):
+        with PagedCache(model.config, pool=handle.pool) as cache:
+            assert equal(turns(model, cache, masks, prefill_chunk_size=chunk), right), (masks, chunk)
+        if len(masks) == 1:
+            assert equal(turns(model, None, masks, prefill_chunk_size=chunk), right), (masks, chunk)
+    handle.pool.kv.check()
+    assert handle.pool.stats().mapped == 0
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_beams_of_padded_prompts_are_those_of_the_host(side: str, llama: Any) -> None:
+    masks = [[shown(side, 9, rows, seed)] for rows in (1, 2) for seed in range(3)]
+    options: list[dict[str, Any]] = [{"num_beams": 2}, {"num_beams": 3, "prefill_chunk_size": 4}]
+    expected = [turns(llama, None, mask, **option) for mask in masks for option in options]
+    handle = patch(llama, memory="16MiB")
+    assert equal(
+        [ids for mask in masks for option in options for ids in turns(llama, None, mask, **option)],
+        [ids for one in expected for ids in one],
+    )
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("with_positions", [True, False])
+@torch.no_grad()
+def test_logits_of_tokens_are_the_hosts_while_a_mask_grows_call_by_call(name: str, with_positions: bool) -> None:
+    model = model_of(name, num_hidden_layers=2, **{"sliding_window": WINDOW} if name == "mistral" else {})
+    masks = [shown(side, 7, 2, seed) for side in SIDES for seed in (1, 2)]
+
+    def logits(cache: Any) -> Iterator[torch.Tensor]:
+        mask = torch.zeros(2, 0, dtype=torch.long)
+        for number, new in enumerate(masks):
+            mask = torch.cat([mask, new], 1)
+            places = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -7:]} if with_positions else {}
+            ids = torch.randint(1, 99, new.shape, generator=torch.Generator().manual_seed(number))
+            made = model(ids, attention_mask=mask, **places, **{CACHE: cache}).logits
+            yield made[(new == 1) | (mask.cumsum(1)[:, -7:] > 0)] if name == "llama" else made[new == 1]
+
+    expected = list(logits(DynamicCache(config=model.config)))
+    handle = patch(model, memory="16MiB")
+    with PagedCache(model.config, pool=handle.pool) as cache:
+        for number, (found, right) in enumerate(zip(logits(cache), expected, strict=True)):
+            torch.testing.assert_close(found, right, atol=2e-3, rtol=2e-3, msg=lambda text, n=number: f"{n}: {text}")
+    handle.unpatch()
+
+
+@torch.no_grad()
+def test_a_cache_with_padding_is_cropped_copied_and_reordered_as_the_hosts(llama: Any) -> None:
+    masks = torch.cat([shown("right", 8, 2, 1), shown("left", 8, 2, 2)], 1)
+    ids = torch.randint(1, 99, (2, 20), generator=torch.Generator().manual_seed(0))
+
+    def logits(cache: Any) -> torch.Tensor:
+        for columns in (8, 16):
+            llama(ids[:, columns - 8 : columns], attention_mask=masks[:, :columns], **{CACHE: cache})
+        cache = copy.deepcopy(cache)
+        cache.crop(-3)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        mask = torch.cat([masks[[1, 0], :13], torch.ones(2, 4, dtype=torch.long)], 1)
+        made: torch.Tensor = llama(ids[:, 16:], attention_mask=mask, **{CACHE: cache}).logits
+        return made
+
+    expected = logits(DynamicCache(config=llama.config))
+    handle = patch(llama, memory="16MiB")
+    with PagedCache(llama.config, pool=handle.pool) as cache:
+        torch.testing.assert_close(logits(cache), expected, atol=2e-3, rtol=2e-3)
+    handle.unpatch()
+
+
+@torch.no_grad()
+def test_keys_and_values_lie_in_columns_of_the_host(llama: Any) -> None:
+    mask = torch.cat([shown("middle", 8, 2, 1), shown("right", 4, 2, 1)], 1)
+    ids, theirs = prompts(12, (0, 0))["input_ids"], DynamicCache(config=llama.config)
+    llama(ids, attention_mask=mask, **{CACHE: theirs})
+    handle = patch(llama, memory="16MiB")
+    with PagedCache(llama.config, pool=handle.pool) as cache:
+        llama(ids, attention_mask=mask, **{CACHE: cache})
+        for layer in range(2):
+            for name in ("keys", "values"):
+                found, right = getattr(cache.layers[layer], name), getattr(theirs.layers[layer], name)
+                assert not found.transpose(1, 2)[mask == 0].any()
+                real = mask == 1
+                torch.testing.assert_close(found.transpose(1, 2)[real], right.transpose(1, 2)[real], atol=1e-4, rtol=0)
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@torch.no_grad()
+def test_masks_that_hide_tokens_of_calls_before_or_lack_columns_are_read_as_by_the_host(name: str) -> None:
+    model = model_of(name, num_hidden_layers=2, **{"sliding_window": WINDOW} if name == "mistral" else {})
+    ids = torch.randint(1, 99, (2, 40), generator=torch.Generator().manual_seed(0))
+    hiding = torch.ones(2, 9, dtype=torch.long)
+    hiding[0, :3], hiding[1, 4:8] = 0, 0
+    masks = {"hides": hiding, "short": torch.ones(2, 7), "long": torch.ones(2, 12)}
+    masks |= {"one row": torch.ones(1, 9)} if name == "llama" else {}
+
+    def logits(cache: Any, mask: torch.Tensor) -> torch.Tensor:
+        model(ids[:, :8], **{CACHE: cache})
+        made = [model(ids[:, 8:9], attention_mask=mask, **{CACHE: cache}).logits]
+        made.append(model(ids[:, 9:12], **{CACHE: cache}).logits)  # without a mask: all are shown again
+        return torch.cat(made, 1)
+
+    expected = {way: logits(DynamicCache(config=model.config), mask) for way, mask in masks.items()}
+    handle = patch(model, memory="16MiB")
+    for way, mask in masks.items():
+        with PagedCache(model.config, pool=handle.pool) as cache:
+            torch.testing.assert_close(logits(cache, mask), expected[way], atol=2e-3, rtol=2e-3, msg=way)
+    handle.unpatch()
+
+
+def test_pages_of_tokens_that_saw_another_mask_are_found_by_no_prompt(llama: Any, patched: Patched) -> None:
+    ids, mask = prompts(40, (0,))["input_ids"], torch.ones(1, 40, dtype=torch.long)
+    mask[0, 3:6] = 0
+    with torch.no_grad(), PagedCache(llama.config, pool=patched.pool) as cache:
+        llama(ids[:, :20], **{CACHE: cache})
+        llama(ids[:, 20:], attention_mask=mask, position_ids=torch.arange(20, 40)[None], **{CACHE: cache})
+    assert patched.pool.kv.lookup(ids[0].tolist()) == 16
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def test_padding_on_any_side_is_not_stored(llama: Any, patched: Patched) -> None:
+    ids = prompts(100, (0,))["input_ids"]
+    for side in ("left", "right", "middle"):
+        mask = torch.ones_like(ids)
+        mask[0, {"left": slice(90), "right": slice(10, None), "middle": slice(5, 95)}[side]] = 0
+        with torch.no_grad(), PagedCache(llama.config, pool=patched.pool) as cache:
+            llama(ids, attention_mask=mask, **{CACHE: cache})
+            assert (cache.get_seq_length(), patched.pool.stats().mapped) == (100, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_prompts_find_pages_of_padded_tokens_only_if_they_would_compute_the_same(name: str) -> None:
+    model = model_of(name, num_hidden_layers=2, **{"sliding_window": WINDOW} if name == "mistral" else {})
+    inputs, mask = prompts(40, (0,)), torch.ones(1, 40, dtype=torch.long)
+    mask[0, 3:6] = 0  # a window of 5 columns shows tokens behind it less than a window of 5 tokens
+    packed = inputs["input_ids"][mask == 1][None]
+    expected = model.generate(packed, **OPTIONS)
+    handle = patch(model, memory="16MiB")
+    model.generate(inputs["input_ids"], attention_mask=mask, **OPTIONS)
+    with PagedCache(model.config, pool=handle.pool) as cache:
+        assert cache.find(packed) == (32 if name == "llama" else 0)
+    assert model.generate(packed, **OPTIONS).equal(expected)
+    handle.unpatch()
+
+
+# -- rows that see no token --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "all"])
+def test_a_last_column_that_sees_no_token_is_the_hosts_or_refused(side: str) -> None:
+    """Eager attention gives such a column the mean of all V, those of hidden padding too."""
+    model = model_of("mistral", num_hidden_layers=2, sliding_window=WINDOW)
+    model.set_attn_implementation("eager")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 4 if side == "right" else 0 :] = 0
+    expected = turns(model, None, [mask])
+    handle = patch(model, memory="16MiB")
+    assert equal(turns(model, None, [mask]), expected)
+    with (
+        PagedCache(model.config, pool=handle.pool) as cache,
+        pytest.raises(InvalidRequest, match=r"attention_mask shows no token .* \(padding_side='left'\)"),
+    ):
+        turns(model, cache, [mask])
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_batch_without_a_token_gives_the_hosts_tokens(beams: int, llama: Any) -> None:
+    masks = [torch.zeros(1, 3, dtype=torch.long)]
+    expected = turns(llama, None, masks, num_beams=beams, prefill_chunk_size=7)
+    handle = patch(llama, memory="16MiB")
+    assert equal(turns(llama, None, masks, num_beams=beams, prefill_chunk_size=7), expected)
+    handle.unpatch()
+
+
+# -- the definitions ---------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_of_padding_are_what_they_say_of_each_token() -> None:
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        columns, size, rows = (int(torch.randint(1, 9, (), generator=generator)) for _ in range(3))
+        width = int(torch.randint(1, columns + 1, (), generator=generator))
+        mask = torch.rand(rows, columns, generator=generator) < 0.6
+        new = [(row.tolist(), column) for row in mask for column in range(columns - width, columns)]
+        agrees = all(
+            sum(row[max(0, at - size + 1) : at + 1]) == min(size, sum(row[: at + 1])) for row, at in new if row[at]
+        )
+        assert windows_agree(mask, width, (None, size)) == agrees
+        assert windows_agree(mask, width, (None,))
+        assert computes_padding(mask, width) == any(not row[at] and any(row[:at]) for row, at in new)
+        assert sees_nothing(mask, (size, None)) == any(not any(row[-size:]) for row in mask.tolist())
+        counts = mask.sum(1)
+        packed = torch.rand(rows, 2, int(counts.max()), 3, generator=generator)
+        whole = spread(packed, mask)
+        for row in range(rows):
+            assert whole[row, :, mask[row]].equal(packed[row, :, : counts[row]])
+            assert not whole[row, :, ~mask[row]].any()
