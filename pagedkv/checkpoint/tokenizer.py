@@ -1,6 +1,6 @@
 """Text to token ids and back: tokenizer, chat templates, end tokens, and text that grows token by token. No tensors.
 
-Files read, all of one Hugging Face folder: tokenizer.json (required); tokenizer_config.json, chat_template.jinja,
+Files read, all of one Hugging Face folder: tokenizer.json (required); those of special_tokens, chat_template.jinja,
 generation_config.json and config.json (optional).
 """
 
@@ -19,6 +19,7 @@ import tokenizers
 from pagedkv.checkpoint.chat_template import ChatTemplate
 from pagedkv.checkpoint.fields import shown
 from pagedkv.checkpoint.files import is_present, read_bytes, read_json, read_text
+from pagedkv.checkpoint.special_tokens import read_config
 from pagedkv.checkpoint.token_reach import Reach, reach
 from pagedkv.errors import CheckpointError, InvalidRequest
 
@@ -77,7 +78,7 @@ class Tokenizer:
         data = read_bytes(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
         with _failures(f"{folder / 'tokenizer.json'} cannot be read as a tokenizer"):
             raw = tokenizers.Tokenizer.from_buffer(data)
-        config = _read_if_present(folder, "tokenizer_config.json")
+        config = read_config(folder, raw)
         if is_present(folder, "chat_template.jinja"):
             config["chat_template"] = read_text(folder / "chat_template.jinja")
         return cls(raw, config=config, eos_ids=_eos_ids(folder))
