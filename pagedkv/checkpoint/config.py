@@ -320,11 +320,39 @@ def _windows(family: str, f: Fields, types: tuple[str, ...]) -> tuple[int | None
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
+def _rope_fields(family: str, f: Fields) -> dict[str, Any]:
+    """Return `rope_parameters` or `rope_scaling`. Raises: CheckpointError if there are both, and they differ.
+
+    Instructions for long contexts say to add `rope_scaling`. It counts next to parameters of type default that have the
+    same base, as in transformers 5, which would drop all other parameters.
+    """
+    names = ("rope_parameters", "rope_scaling")
+    new, old = (f.values.get(name) or {} for name in names)
+    for name, given in zip(names, (new, old), strict=True):
+        if not isinstance(given, dict):
+            raise f.bad(name, "an object")
+    if not (new and old):
+        return new or old
+    is_nested = any(isinstance(part, dict) for part in new.values())
+    (own, theta), (added, base) = _rope_kind((new.get(FULL) or {}) if is_nested else new, f), _rope_kind(old, f)
+    holds = own == added if is_nested else own in (added, {"rope_type": "default"})
+    if not holds or theta != base or is_nested != (family == "gemma3_text"):
+        raise CheckpointError(
+            f"{f.where}: rope_parameters is {shown(new)} and rope_scaling is {shown(old)}; they differ. Remove one"
+        )
+    return new if is_nested else {**added, "rope_theta": theta}
+
+
+def _rope_kind(given: Any, f: Fields) -> tuple[dict[str, Any], Any]:
+    """Return the fields of a rope without its base, and its base."""
+    fields = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    old_kind, theta = fields.pop("type", "default"), fields.pop("rope_theta", f.values.get("rope_theta", 10_000.0))
+    return {"rope_type": old_kind, **fields}, theta
+
+
 def _rope(family: str, f: Fields, layer_type: str) -> RopeConfig:
     """Read the rotary embedding of the layers of one type, from either style of config."""
-    given = f.values.get("rope_parameters") or f.values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise f.bad("rope_parameters" if f.values.get("rope_parameters") else "rope_scaling", "an object")
+    given = _rope_fields(family, f)
     theta = f.positive("rope_theta", 10_000.0, least=2)
     # Gemma 3's sliding layers have a base of their own, and the old style never scales them.
     if family == "gemma3_text" and layer_type == SLIDING:

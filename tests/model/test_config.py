@@ -216,3 +216,85 @@ def test_a_config_saved_by_transformers_reads_as_its_old_style(checkpoint: Any) 
         "sliding_window_pattern": 2,
     }
     assert ModelConfig.from_dict({**saved, **old}) == ModelConfig.load(folder)
+
+
+BASE, BASE_2 = {"rope_theta": 1e6}, {"rope_theta": 1e5}
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 128}
+PLAIN: dict[str, Any] = {"rope_type": "default", **BASE}
+SCALINGS: dict[str, Any] = {
+    "absent": None,
+    "empty": {},
+    "default": {"rope_type": "default"},
+    "yarn by type": {"type": "yarn", **STRETCHED},
+    "yarn": {"rope_type": "yarn", **STRETCHED},
+    "yarn, base": {"rope_type": "yarn", **STRETCHED, **BASE},
+    "yarn, other base": {"rope_type": "yarn", **STRETCHED, **BASE_2},
+    "yarn, other factor": {"rope_type": "yarn", **STRETCHED, "factor": 2.0},
+    "yarn, two types": {"rope_type": "yarn", "type": "linear", **STRETCHED},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+}
+PARAMETERS: dict[str, Any] = {
+    "absent": None,
+    "default": PLAIN,
+    "default without base": {"rope_type": "default"},
+    "default, other base": {**PLAIN, **BASE_2},
+    "yarn": {"rope_type": "yarn", **STRETCHED, **BASE},
+    "yarn, beta": {"rope_type": "yarn", **STRETCHED, **BASE, "beta_fast": 16.0},
+    "linear": {"rope_type": "linear", "factor": 8.0, **BASE},
+    "by type": {"full_attention": {"rope_type": "linear", "factor": 8.0, **BASE}, "sliding_attention": PLAIN},
+    "default by type": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, **BASE_2}},
+}
+TAKEN = [("absent", name) for name in SCALINGS] + [(name, "absent") for name in PARAMETERS if "by type" not in name]
+TAKEN += [
+    ("default", "empty"),
+    ("default", "yarn"),
+    ("default", "yarn by type"),
+    ("yarn", "yarn"),
+    ("linear", "linear"),
+]
+
+
+def ropes_of_transformers(folder: Path, layers: set[str]) -> dict[str, tuple[torch.Tensor, float]]:
+    """Return, for each type of layer, the inverse frequencies and the attention factor."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).model
+    rotary, found = model.rotary_emb, {}
+    for layer in layers:
+        of = f"{layer}_" if hasattr(rotary, f"{layer}_inv_freq") else ""
+        found[layer] = getattr(rotary, f"{of}inv_freq"), getattr(rotary, f"{of}attention_scaling")
+    return found
+
+
+@pytest.mark.parametrize("top", [{}, BASE], ids=["no base", "base"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_two_fields_of_a_rope_are_read_as_in_transformers_or_refused(
+    parameters: str, scaling: str, family: str, top: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 32, "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 128}
+    fields = {"rope_parameters": PARAMETERS[parameters], "rope_scaling": SCALINGS[scaling]}
+    layers = {"layer_types": ["full_attention", "sliding_attention"]} if family == "gemma3_text" else {}
+    values = {"model_type": family, **sizes, **layers, **top, **{k: v for k, v in fields.items() if v is not None}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    if (parameters, scaling) not in TAKEN or top != BASE or family == "gemma3_text":
+        try:
+            config = ModelConfig.load(tmp_path)
+        except CheckpointError:
+            with pytest.raises(CheckpointError, match="rope_parameters is .* and rope_scaling is .* they differ"):
+                ModelConfig.load(tmp_path)
+            return
+    config = ModelConfig.load(tmp_path)
+    if fields["rope_parameters"] and fields["rope_scaling"]:
+        theirs = ropes_of_transformers(tmp_path, {"full_attention", *layers.get("layer_types", ())})
+        for layer, rope in zip(layers.get("layer_types", ["full_attention"]), config.ropes, strict=False):
+            frequencies, factor = theirs[layer]
+            torch.testing.assert_close(inverse_frequencies(rope, 32), frequencies.float(), rtol=1e-5, atol=0)
+            assert attention_factor(rope) == pytest.approx(factor)
+
+
+def test_parameters_by_type_take_a_scaling_that_says_the_same() -> None:
+    small = {**LLAMA, "model_type": "gemma3_text", "rope_theta": None, "layer_types": ["full_attention"] * 3}
+    new = ModelConfig.from_dict({**small, "rope_parameters": PARAMETERS["by type"]})
+    same = {"rope_parameters": PARAMETERS["by type"], "rope_scaling": {**SCALINGS["linear"], **BASE}}
+    assert ModelConfig.from_dict({**small, **same}).ropes == new.ropes
