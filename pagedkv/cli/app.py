@@ -168,6 +168,8 @@ def serve(
     name: options.ServeName = None,
     api_key: options.ServeKey = None,
     api_keys: options.ServeKeys = None,
+    key_share: options.ServeShare = 0.5,
+    shared_priorities: options.ServePriorities = False,
     allowed_host: options.ServeHosts = None,
     max_waiting: options.ServeWaiting = 256,
     max_prompt: options.ServePrompt = None,
@@ -203,7 +205,7 @@ def serve(
     listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
     listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
     listening |= {"events": kv_events, "events_replay": kv_events_replay, "events_topic": kv_events_topic}
-    listening["max_prompt"] = max_prompt
+    listening |= {"max_prompt": max_prompt, "key_share": key_share, "shared_priorities": shared_priorities}
     return run(Arguments(model, host, port, name, api_key, api_keys, max_body, listening, limits, loading))
 
 

@@ -174,6 +174,22 @@ ServeKeys = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="`key tenant` in each line, instead of a key.", rich_help_panel=_CLIENTS),
 ]
+ServeShare = Annotated[
+    float,
+    typer.Option(
+        metavar="F",
+        min=0.001,
+        max=1,
+        help="Of the places to run and to wait, at most for one of several tenants.",
+        rich_help_panel=_CLIENTS,
+    ),
+]
+ServePriorities = Annotated[
+    bool,
+    typer.Option(
+        "--shared-priorities", help="A priority counts among the requests of all tenants.", rich_help_panel=_CLIENTS
+    ),
+]
 ServeHosts = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A name that clients ask for; may be given again.", rich_help_panel=_CLIENTS),

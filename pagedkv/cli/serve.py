@@ -65,7 +65,10 @@ def run(args: Arguments) -> int:
             loading = {**args.loading, "device": device(args.loading["device"])}
             if args.listening["events"] is not None:
                 loading["observe"] = Observe(events=EVENTS)
-            engine = Engine.load(folder, limits=Limits(**args.limits), **loading)
+            limits = dict(args.limits)
+            if keys is not None and keys.num_tenants > 1:
+                limits["max_waiting"] = None  # the shares of tenants bound what waits, so that none fills one queue
+            engine = Engine.load(folder, limits=Limits(**limits), **loading)
         name = args.name or process.name_of(args.model, folder)
         most = {"max_body": max_body, "max_waiting": args.limits["max_waiting"]}
         try:

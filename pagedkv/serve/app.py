@@ -26,8 +26,9 @@ from pagedkv.model.engine import Engine
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.serve import answers
 from pagedkv.serve.bodies import BadBody, Body, ChatBody, CompletionBody, read
-from pagedkv.serve.gate import RETRY_SECONDS
+from pagedkv.serve.gate import GONE, RETRY_SECONDS
 from pagedkv.serve.metrics import Metrics
+from pagedkv.serve.shares import Place
 from pagedkv.serve.streaming import AsyncEngine, Stream
 
 MOST_LOGPROBS: Final = 2**22
@@ -111,9 +112,16 @@ class Routes:
     # --- how it is answered ---
 
     async def _answered(self, request: Request, kind: type[Body]) -> Response:
-        body, prompts, params = await asyncio.to_thread(self._prepared, kind, await request.body())
+        place: Place | None = getattr(request.state, "place", None)
+        most = self._engine.scheduler.limits.max_sequences if place is None else place.most_outputs
+        body, prompts, params = await asyncio.to_thread(self._prepared, kind, await request.body(), most)
         options: dict[str, Any] = {"num_samples": body.n or 1, "priority": body.priority or 0}
         options["tenant"] = getattr(request.state, "tenant", b"")  # without a gate all are one tenant
+        if place is not None:
+            turn = asyncio.ensure_future(place.begin(len(prompts) * body.num_drawn, options["priority"]))
+            if not await _ended(turn, request):
+                return Response(status_code=GONE)
+            options["priority"] = turn.result()
         stream = self._service.engine.stream_all(prompts, params, **options)
         await stream.begin()
         answer = answers.Answer(
@@ -125,17 +133,17 @@ class Routes:
             return _EventStream(stream, events)
         return await self._whole(request, stream, answer)
 
-    def _prepared(self, kind: type[Body], data: bytes) -> tuple[Body, list[list[int]], SamplingParams]:
-        """Return a body, its prompts and their parameters. Raises: InvalidRequest, CheckpointError"""
+    def _prepared(self, kind: type[Body], data: bytes, most: int) -> tuple[Body, list[list[int]], SamplingParams]:
+        """Return a body of up to `most` outputs, its prompts and parameters. Raises: InvalidRequest, CheckpointError"""
         body = read(kind, data)
         self._check_model(body.model)
-        most = _most_tokens(self._engine, 0) - 1  # one is left for the output
-        prompts = body.prompts(self._engine.tokenizer, min(most, self._service.max_prompt or most))
+        fit = _most_tokens(self._engine, 0) - 1  # one is left for the output
+        prompts = body.prompts(self._engine.tokenizer, min(fit, self._service.max_prompt or fit))
         longest = max(map(len, prompts))
         limits, num_outputs = self._engine.scheduler.limits, len(prompts) * body.num_drawn
-        if num_outputs > limits.max_sequences:
+        if num_outputs > most:
             raise InvalidRequest(
-                f"the body asks for {num_outputs} outputs, this server computes {limits.max_sequences} at once; "
+                f"the body asks for {num_outputs} outputs, this server computes {most} at once for a client; "
                 "send fewer prompts, or a smaller n or best_of"
             )
         if limits.max_waiting is not None and len(prompts) > limits.max_waiting:
@@ -155,16 +163,9 @@ class Routes:
         """Wait for the end of all completions, or of the client."""
         async with stream:
             finished = asyncio.ensure_future(_exhausted(stream))
-            gone = asyncio.ensure_future(_gone(request))
-            try:
-                await asyncio.wait((finished, gone), return_when=asyncio.FIRST_COMPLETED)
-                if not finished.done():
-                    stream.close()
-                    return Response(status_code=499)  # nginx's number; no client reads it
-                finished.result()
-            finally:
-                finished.cancel()
-                gone.cancel()
+            if not await _ended(finished, request):
+                return Response(status_code=GONE)
+            finished.result()
         if errors := [c.error for one in stream.requests for c in one.completions if c.error]:
             return self._error(500, errors[0], "server_error")
         body = await asyncio.to_thread(lambda: JSONResponse(answer.whole(stream.requests)).body)
@@ -240,6 +241,17 @@ class _EventStream(StreamingResponse):
 async def _exhausted(stream: Stream) -> None:
     async for _ in stream:
         pass
+
+
+async def _ended(work: asyncio.Future[Any], request: Request) -> bool:
+    """Wait for the end of some work, or of the client, and end the work then. Returns: whether the work ended first"""
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
+    finally:
+        work.cancel()
+        gone.cancel()
 
 
 async def _gone(request: Request) -> None:

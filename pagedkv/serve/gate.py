@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from pagedkv.serve.answers import error
 from pagedkv.serve.keys import ApiKeys
+from pagedkv.serve.shares import Place, Shares
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -51,13 +52,14 @@ class Rules:
     """The rules of a gate.
 
     keys:  None for a server without any. hosts: names that a Host header may have; None for any.
-    max_body: bytes. max_requests: POSTs inside at once.
+    max_body: bytes. max_requests: POSTs inside at once. shares: None if a tenant may have all.
     """
 
     keys: ApiKeys | None
     hosts: frozenset[str] | None
     max_body: int
     max_requests: int
+    shares: Shares | None = None
 
 
 class _Refused(Exception):
@@ -97,11 +99,12 @@ class Gate:
         if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may have read the other one
             raise _Refused(400, "the request has a Content-Length and a Transfer-Encoding; send one of them")
         self._check_host([host.decode("latin-1") for name, host in scope["headers"] if name == b"host"])
+        state = scope.setdefault("state", {})
         if scope["method"] == "POST" or scope["path"].startswith("/v1/"):  # a body takes a place, whatever its path
-            scope.setdefault("state", {})["tenant"] = self._tenant(headers)
+            state["tenant"] = self._tenant(headers)
         if scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        self._check_number()
+        place = state["place"] = self._place(state["tenant"])
         self.num_inside += 1
         try:
             body = await self._body(headers, receive)
@@ -109,6 +112,8 @@ class Gate:
                 await self._app(scope, _replayed(body, receive), send)
         finally:
             self.num_inside -= 1
+            if place is not None:
+                place.leave()
 
     def _check_host(self, hosts: list[str]) -> None:
         """Refuse a name that is not allowed. A browser names the host of the page; HTTP/1.0 may name none."""
@@ -134,16 +139,21 @@ class Gate:
             )
         return tenant
 
-    def _check_number(self) -> None:
+    def _place(self, tenant: bytes) -> Place | None:
+        """Return the place of a new request; None if tenants have no shares."""
         if self.is_draining:
             raise _Refused(503, "the server ends and takes no new request; send it to another one", "server_error")
-        if self.num_inside >= self._rules.max_requests:
-            raise _Refused(
-                429,
-                f"{self.num_inside} requests run or wait already, the limit of this server; send it again later",
-                "rate_limit_error",
-                "rate_limit_exceeded",
-            )
+        number, whose, shares = self.num_inside, "of this server", self._rules.shares
+        if number < self._rules.max_requests:
+            if shares is None or (place := shares.enter(tenant)) is not None:
+                return None if shares is None else place
+            number, whose = shares.running + shares.waiting, "of a key"
+        raise _Refused(
+            429,
+            f"{number} requests run or wait already, the limit {whose}; send it again later",
+            "rate_limit_error",
+            "rate_limit_exceeded",
+        )
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """Return the whole body; None if the client went away."""

@@ -59,6 +59,11 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._tenants)
 
+    @property
+    def num_tenants(self) -> int:
+        """The number of tenants; several keys may be of one."""
+        return len(set(self._tenants.values()))
+
     def tenant_of(self, authorization: bytes) -> bytes | None:
         """Return the tenant of a header `Authorization: Bearer KEY`; None for any other value."""
         scheme, _, key = authorization.partition(b" ")

@@ -32,6 +32,7 @@ from pagedkv.serve.app import Routes, Service
 from pagedkv.serve.connection import Connection, ConnectionTable
 from pagedkv.serve.gate import Gate, Rules
 from pagedkv.serve.keys import ApiKeys
+from pagedkv.serve.shares import Shares
 from pagedkv.serve.streaming import AsyncEngine
 
 SWITCH_SECONDS: Final = 0.0005
@@ -58,6 +59,8 @@ class Listening:
     """The place and the limits of a server.
 
     name:            the name of the model. keys: None for a server without keys.
+    key_share:       the part of the places to run and to wait that one of several tenants may have.
+    shared_priorities: whether priorities count among the requests of all tenants.
     hosts:           names besides those of this machine that a Host header may have.
     max_waiting:     the longest queue. max_prompt: the most tokens of a prompt; None: as many as fit.
     max_body:        bytes. max_connections: connections open at once.
@@ -69,6 +72,8 @@ class Listening:
 
     name: str = "bundled"
     keys: ApiKeys | None = None
+    key_share: float = 0.5
+    shared_priorities: bool = False
     hosts: tuple[str, ...] = ()
     max_waiting: int = 256
     max_prompt: int | None = None
@@ -116,10 +121,11 @@ class _Server(uvicorn.Server):
     def __init__(self, sock: socket.socket, engine: AsyncEngine, listening: Listening) -> None:
         self._engine, self._listening = engine, listening
         self._routes = Routes(Service(engine, listening.name, listening.max_prompt, listening.step_s))
-        metrics, most = self._routes.metrics, engine.engine.scheduler.limits.max_sequences + listening.max_waiting
+        metrics, running = self._routes.metrics, engine.engine.scheduler.limits.max_sequences
+        most = running + listening.max_waiting
         host = sock.getsockname()[0]
         hosts = frozenset({"localhost", *listening.hosts}) if listening.hosts or _is_loopback(host) else None
-        rules = Rules(listening.keys, hosts, listening.max_body, most)
+        rules = Rules(listening.keys, hosts, listening.max_body, most, _shares(listening, running))
         self._gate = Gate(self._routes.app, rules, metrics.answered)
         allowed = _allowed_connections(listening.max_connections)
         self._table = ConnectionTable(allowed, listening.send_s, metrics.dropped)
@@ -191,6 +197,14 @@ class _Server(uvicorn.Server):
         end = loop.time() + seconds
         while self._gate.num_inside and loop.time() < end:
             await asyncio.sleep(0.05)
+
+
+def _shares(listening: Listening, max_sequences: int) -> Shares | None:
+    """Return the shares of tenants; None if there is one tenant, which may have all."""
+    if listening.keys is None or listening.keys.num_tenants < 2:
+        return None
+    running, waiting = (max(1, int(listening.key_share * most)) for most in (max_sequences, listening.max_waiting))
+    return Shares(running, waiting, shares_priorities=listening.shared_priorities)
 
 
 def _is_loopback(host: str) -> bool:

@@ -57,13 +57,14 @@ class Server:
         except urllib.error.HTTPError as error:
             return Answer(error.code, error.headers, error.read())
 
-    def begun(self, body: dict[str, Any]) -> socket.socket:
-        """Return a connection whose request was sent and whose answer has begun."""
+    def begun(self, body: dict[str, Any], *, wait: bool = True, **headers: str) -> socket.socket:
+        """Return a connection whose request was sent. If `wait`, and it asks for a stream, the answer has begun."""
         data = json.dumps(body).encode()
         client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += "".join(f"{name}: {text}\r\n" for name, text in headers.items())
         client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        if body.get("stream"):
+        if body.get("stream") and wait:
             assert b"200 OK" in client.recv(100)
         return client
 

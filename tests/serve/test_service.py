@@ -126,7 +126,7 @@ def test_under_a_window_a_chat_has_all_tokens_that_fit_in_chunks() -> None:
     asked = {"messages": [{"role": "user", "content": FACTS * 40 + ASKED}], "ignore_eos": True}
 
     async def story(routes: Routes, _: AsyncEngine) -> Any:
-        noted = routes._prepared(ChatBody, await Sent(asked).body())
+        noted = routes._prepared(ChatBody, await Sent(asked).body(), 9)
         return noted[1][0], noted[2]
 
     prompt, params = during(engine, story)
