@@ -186,6 +186,15 @@ def streamed(model: Any, tokenizer: Any) -> list[str]:
     return list(streamer)
 
 
+def healed(model: Any, tokenizer: Any) -> torch.Tensor:
+    """Let generate() encode a prompt again, without its begin token."""
+    ids = batch(1)["input_ids"]
+    ids[0, 0] = tokenizer.bos_token_id
+    found: torch.Tensor = model.generate(ids, **ASKED, token_healing=True, tokenizer=tokenizer)
+    model.generate(ids, **ASKED)  # its pages are not those of the healed prompt
+    return found
+
+
 def own_way(model: Any, input_ids: torch.Tensor, tokenizer: Any = None, extra: int = 0, **given: Any) -> torch.Tensor:
     """A way of generate() that a user writes."""
     assert extra == 3
@@ -218,9 +227,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
     "prompt lookup": lambda model, tokenizer: model.generate(
         **batch(1), **ASKED, prompt_lookup_num_tokens=3, tokenizer=tokenizer
     ).tolist(),
-    "token healing": lambda model, tokenizer: model.generate(
-        **batch(1), **ASKED, token_healing=True, tokenizer=tokenizer
-    ).tolist(),
+    "token healing": lambda model, tokenizer: healed(model, tokenizer).tolist(),
     "a streamer": streamed,
     "criteria and processors": lambda model, _: model.generate(
         **batch(2), **ASKED, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(45)]), repetition_penalty=1.3

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import PagedCache, Patched, patch
 from pagedkv.integrations.transformers.geometry import CACHE
-from pagedkv.integrations.transformers.identity import identity_of
+from pagedkv.integrations.transformers.identity import fingerprint, identity_of
 from tests.integrations.transformers.families import model_of, prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -97,20 +97,32 @@ def test_a_salt_is_added_to_adapters(salt: bytes) -> None:
     def scaled() -> None:
         first.q_proj.scale_layer(3.0)
 
-    ways = [lambda: adapted.set_adapter("a"), lambda: adapted.set_adapter("b"), both, one_each, exchanged, scaled]
+    def without_one() -> None:
+        adapted.set_adapter("a")
+        first.q_proj.enable_adapters(False)
+
+    def without_the_other() -> None:
+        first.q_proj.enable_adapters(True)
+        first.k_proj.enable_adapters(False)
+
+    ways = [
+        lambda: adapted.set_adapter("a"), lambda: adapted.set_adapter("b"), both, one_each, exchanged, scaled,
+        without_one, without_the_other,
+    ]  # fmt: skip
     handle = patch(model, memory="16MiB")
     for way in ways:
         way()
         assert known(handle, salt) == 0
         fill(handle, salt)
         assert known(handle, salt) == 32
+    first.k_proj.enable_adapters(True)
     with adapted.disable_adapter():
         assert known(handle, salt) == 0
         fill(handle, salt)
     with adapted.disable_adapter():
         assert known(handle, salt) == 32
     with torch.no_grad():
-        first.k_proj.lora_B["b"].weight.mul_(2)
+        first.k_proj.lora_B["a"].weight.mul_(2)
     assert known(handle, salt) == 0  # changed in place
     handle.unpatch()
 
@@ -175,8 +187,9 @@ def test_pages_of_a_forward_that_was_replaced_are_not_found(
     monkeypatch.setattr(LlamaRMSNorm, "forward", NORM)  # put back at the end
     tokens(llama)
     for factor in (0.5, -1.0, 2.0):  # replaced again and again: a new function may have the address of an old one
-        change(llama, factor)
+        vars(llama.model.layers[1].mlp).pop("forward", None)
         gc.collect()
+        change(llama, factor)
         assert known(patched) == 0
         found = tokens(llama)
         assert known(patched) == 32
@@ -193,14 +206,12 @@ def test_a_forward_that_is_put_back_finds_no_pages_of_the_other(llama: Any, patc
 
 
 @pytest.mark.parametrize("change", [on_an_instance, a_hook])
-def test_a_turn_with_another_forward_or_hook_leaves_no_pages(
-    change: Callable[[Any, float], None], llama: Any, patched: Patched
-) -> None:
+def test_a_turn_with_another_forward_or_hook_leaves_no_pages(change: Callable[[Any, float], None], llama: Any) -> None:
     """The change is taken back before the cache is closed, so the model is as it was when the cache began."""
-    talk = llama.generate(PROMPT, **OPTIONS, return_dict_in_generate=True)
-    more = torch.cat([talk.sequences, PROMPT], 1)
+    more = torch.cat([llama.generate(PROMPT, **OPTIONS), PROMPT], 1)
     expected = llama.generate(more, **OPTIONS)
-    patched.pool.forget()
+    handle = patch(llama, memory="16MiB")
+    talk = llama.generate(PROMPT, **OPTIONS, return_dict_in_generate=True)
     change(llama, -1.0)
     assert not llama.generate(more, **OPTIONS, **{CACHE: talk[CACHE]}).equal(expected)
     vars(llama.model.layers[1].mlp).pop("forward", None)
@@ -208,6 +219,20 @@ def test_a_turn_with_another_forward_or_hook_leaves_no_pages(
     assert llama.generate(more, **OPTIONS).equal(expected)
     talk[CACHE].close()
     assert llama.generate(more, **OPTIONS).equal(expected)
+    handle.unpatch()
+
+
+def test_a_forward_at_the_address_of_an_old_one_is_another(llama: Any) -> None:
+    layer, seen = llama.model.layers[1].mlp, {}
+    for _ in range(1000):
+        layer.forward = lambda hidden: hidden
+        address, found = id(layer.forward), fingerprint(llama)
+        assert found == fingerprint(llama) != seen.get(address)
+        if address in seen:
+            return
+        seen[address] = found
+        del layer.forward
+    pytest.fail("no function had the address of an old one")
 
 
 def test_a_pool_keeps_no_forward_of_a_model_alive(llama: Any, patched: Patched) -> None:

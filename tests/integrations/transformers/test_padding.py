@@ -181,6 +181,31 @@ def test_masks_that_hide_tokens_of_calls_before_or_lack_columns_are_read_as_by_t
     handle.unpatch()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("at", ["model.layers.1", "lm_head"])
+@torch.no_grad()
+def test_a_padded_step_after_an_interrupted_one_is_the_hosts(at: str, side: str, llama: Any, patched: Patched) -> None:
+    """The interrupted step attends to pages or gathers, and has stored K and V of all layers if the head stops it."""
+    ids, rest = prompts(16, (0, 0))["input_ids"], torch.ones(2, 8, dtype=torch.long)
+    mask = torch.cat([rest, shown(side, 8, 2, 1)], 1)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    expected = llama(ids, attention_mask=mask, use_cache=False).logits[:, 8:]
+    for first in (rest, shown("right", 8, 2, 3)):
+        with PagedCache(llama.config, pool=patched.pool) as other, PagedCache(llama.config, pool=patched.pool) as cache:
+            llama(ids[:, :8], **{CACHE: cache})
+            stopped = llama.get_submodule(at).register_forward_hook(interrupt)
+            for made in (other, cache):
+                with pytest.raises(KeyboardInterrupt):
+                    llama(ids[:, 8:], attention_mask=torch.cat([rest, first], 1)[:, -8 if made is other else 0 :],
+                          **{CACHE: made})  # fmt: skip
+            stopped.remove()
+            found = llama(ids[:, 8:], attention_mask=mask, **{CACHE: cache}).logits
+            torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
 def test_pages_of_tokens_that_saw_another_mask_are_found_by_no_prompt(llama: Any, patched: Patched) -> None:
     ids, mask = prompts(40, (0,))["input_ids"], torch.ones(1, 40, dtype=torch.long)
     mask[0, 3:6] = 0
