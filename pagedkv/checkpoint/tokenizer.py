@@ -108,7 +108,7 @@ class Tokenizer:
     def min_tokens(self, text: str) -> int:
         """Return a number of tokens that `encode` gives at least, in far less time; 0 if none is certain.
 
-        A model of whole words has no longest token, so the tokens of the first SAMPLE characters are counted. Raises:
+        A model of whole words has no longest token, so the words of the first SAMPLE characters are counted. Raises:
         as `encode`
         """
         most = self._reach.of_ascii if text.isascii() else self._reach.of_any
@@ -116,7 +116,9 @@ class Tokenizer:
             return -(-len(text) // most)
         if len(text) <= SAMPLE or not self._reach.is_by_words:
             return 0
-        return len(self.encode(text[: text.rfind(" ", 0, SAMPLE) + 1], special_tokens=False))
+        with _failures("tokenizer.json cannot encode the text"):
+            words = self.raw.encode_batch([text[:SAMPLE]], add_special_tokens=False)[0].word_ids
+        return sum(word != words[-1] for word in words)  # the last word may go on
 
     @cached_property
     def _reach(self) -> Reach:

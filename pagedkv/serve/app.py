@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -60,6 +61,7 @@ class Routes:
         self.metrics: Metrics = Metrics(self._engine)
         self.is_draining: bool = False
         self._began = int(time.time())
+        self._reading = Lock()  # a reader holds the interpreter: the event loop waits for one of them, not for all
         app = FastAPI(title="pagedkv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
@@ -135,7 +137,8 @@ class Routes:
 
     def _prepared(self, kind: type[Body], data: bytes, most: int) -> tuple[Body, list[list[int]], SamplingParams]:
         """Return a body of up to `most` outputs, its prompts and parameters. Raises: InvalidRequest, CheckpointError"""
-        body = read(kind, data)
+        with self._reading:
+            body = read(kind, data)
         self._check_model(body.model)
         fit = _most_tokens(self._engine, 0) - 1  # one is left for the output
         prompts = body.prompts(self._engine.tokenizer, min(fit, self._service.max_prompt or fit))

@@ -279,6 +279,7 @@ def test_a_prompt_is_refused_by_its_length_before_it_is_encoded(monkeypatch: pyt
     for kind, asked in (
         (CompletionBody, {"prompt": words}),
         (CompletionBody, {"prompt": ["a", words]}),
+        (CompletionBody, {"prompt": "[{" * 500_000}),
         (CompletionBody, {"prompt": [5] * 31}),
         (CompletionBody, {"prompt": [[5], [5] * 31]}),
         (ChatBody, chat(words)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,26 @@ def test_bodies_are_parsed_beside_the_event_loop(engine: Engine, monkeypatch: py
     assert json.loads(during(engine, story).body)["choices"][0]["text"] == ANSWER
     assert threads
     assert threading.get_ident() not in threads
+
+
+def test_one_body_is_read_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader holds the interpreter. Between two of them the event loop and the steps have their turn."""
+    inside, most = [0], [0]
+
+    def noted(*arguments: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return read(*arguments)
+
+    monkeypatch.setattr(app, "read", noted)
+
+    async def story(routes: Routes, _: AsyncEngine) -> None:
+        await asyncio.gather(*(routes.completions(Sent({})) for _ in range(8)))  # type: ignore[arg-type]
+
+    during(engine, story)
+    assert most == [1]
 
 
 def test_an_answer_has_the_form_that_was_asked_for(loaded: Engine) -> None:
