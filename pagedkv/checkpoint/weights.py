@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,8 +48,17 @@ if TYPE_CHECKING:
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 
-PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.")
-"""Prefixes of a language model's tensors: alone, or inside Gemma 3 with vision (transformers 5, then 4)."""
+PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.", "")
+"""Prefixes of a language model: alone, inside Gemma 3 with vision (transformers 5, then 4), saved without a head."""
+
+HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
+"""Names of the output head: alone or by transformers 5, and inside Gemma 3 with vision by transformers 4."""
+
+IGNORED: Final = (r"(^|\.)rotary_emb\w*\.\w*(inv_freq|cos_cached|sin_cached)$", r"(^|\.)position_ids$")
+"""Tables that old versions of transformers saved, and that follow from config.json."""
+
+VISION: Final = r"^(model\.)?(vision_tower|multi_modal_projector)\."
+"""The part of Gemma 3 that sees pictures. A prompt of this decoder has none."""
 
 META: Final = torch.device("meta")
 FLOATS: Final = ("F16", "BF16", "F32", "F64")
@@ -129,13 +139,13 @@ def _weights(source: _Source, config: ModelConfig) -> Weights:
 
 def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor | Matrix:
     """Read the output head, or return `embedding` if the two are tied and dense."""
-    is_tied = config.tie_embeddings and "lm_head.weight" not in source.file_of
+    is_tied = config.tie_embeddings and source.head not in source.file_of
     # A checkpoint may save a tied head too. A saved head that differs was trained: transformers uses it as well.
     if config.tie_embeddings and not is_tied and source.device != META:
-        is_tied = source.holds("lm_head.weight", embedding)
+        is_tied = source.holds(source.head, embedding)
     if is_tied and source.kind is None:
         return embedding
-    name = "embed_tokens.weight" if is_tied else "lm_head.weight"
+    name = "embed_tokens.weight" if is_tied else source.head
     return source.linear([(name, config.vocab_size)], config.hidden_size, split=ROWS)
 
 
@@ -201,6 +211,7 @@ class _Source:
             self.file_of |= dict.fromkeys(self.files[file].keys(), file)
         found = (prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self.file_of)
         self.prefix = next(found, PREFIXES[0])
+        self.head = next((name for name in HEADS if name in self.file_of), HEADS[0])
         self.names_read: set[str] = set()
         self.num_bytes = 0
         self.region: Tensor | None = None  # on a CPU: uint8, where the next tensor begins
@@ -240,9 +251,7 @@ class _Source:
 
     def full_name(self, name: str) -> str:
         """Return the name under which the checkpoint stores the tensor `name`."""
-        if name in self.file_of or name == "lm_head.weight":
-            return name
-        return self.prefix + name
+        return name if name == self.head else self.prefix + name
 
     def matrix(
         self, parts: Sequence[tuple[str, int]], columns: int | None = None, *, split: int | None = None
@@ -317,13 +326,10 @@ class _Source:
         return name
 
     def refuse_leftovers(self) -> None:
-        """Raise CheckpointError if a layer holds tensors that the decoder did not read."""
-        layers = {
-            name
-            for name in self.file_of
-            if name.startswith(f"{self.prefix}layers.") and not name.endswith("rotary_emb.inv_freq")
-        }
-        unread = sorted(layers - self.names_read)
+        """Raise CheckpointError if the folder holds tensors that the decoder did not read, other than IGNORED."""
+        ignored = (*IGNORED, VISION) if "language_model" in self.prefix else IGNORED
+        unread = sorted(self.file_of.keys() - self.names_read)
+        unread = [name for name in unread if not any(re.search(part, name) for part in ignored)]
         if unread:
             raise CheckpointError(
                 f"{self.folder} holds {len(unread)} tensors that config.json does not account for "

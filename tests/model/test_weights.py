@@ -200,6 +200,65 @@ def test_an_index_names_files_of_its_folder_only(copy: Path, file: str) -> None:
         Decoder.load(copy)
 
 
-def test_the_frequency_tables_of_old_checkpoints_are_ignored(copy: Path) -> None:
-    edit(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(12)}))(copy)
+TABLES = (
+    *("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "model.rotary_emb_local.inv_freq"),
+    *("model.layers.2.self_attn.rotary_emb.cos_cached", "model.rotary_emb.full_attention_inv_freq"),
+    *("model.position_ids", "position_ids"),
+)
+EXTRA = (
+    *("lm_head.bias", "lm_head.weight_scale", "lm_head.qweight", "model.embed_tokens.weight_scale", "model.norm.bias"),
+    *("model.embed_positions.weight", "score.weight", "v_head.summary.weight", "embed_tokens.weight", "inv_freq"),
+    *("model.layers.0.mlp.extra", "model.layers.3.input_layernorm.weight", "base_model.model.lm_head.lora_A.weight"),
+    *("model.vision_tower.weight", "vision_tower.weight", "language_model.lm_head.weight", "model.position_ids.weight"),
+)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_old_checkpoints_are_ignored(copy: Path, name: str) -> None:
+    edit(lambda t: t.update({name: torch.zeros(12)}))(copy)
     assert Decoder.load(copy).config.num_layers == 3
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_no_tensor_is_dropped_in_silence(copy: Path, name: str) -> None:
+    edit(lambda t: t.update({name: torch.zeros(64)}))(copy)
+    with pytest.raises(CheckpointError, match=r"1 tensors that config.json does not account for") as refused:
+        Decoder.load(copy)
+    assert name in str(refused.value)
+
+
+@pytest.mark.parametrize(("prefix", "seen"), [("model.language_model.", "model."), ("language_model.model.", "")])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_the_text_part_of_a_model_with_vision_loads_whole(
+    checkpoint: Any, tmp_path: Path, prefix: str, seen: str, has_head: bool
+) -> None:
+    whole = checkpoint("gemma3")
+    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
+    head = "lm_head.weight" if seen else "language_model.lm_head.weight"
+
+    def wrap(tensors: dict[str, Tensor]) -> None:
+        inner = {f"{prefix}{name.removeprefix('model.')}": tensors.pop(name) for name in list(tensors)}
+        tensors |= inner
+        if has_head:  # a head that was trained apart from the embedding
+            tensors[head] = 2 * inner[f"{prefix}embed_tokens.weight"]
+        tensors |= {f"{seen}vision_tower.x": torch.ones(1), f"{seen}multi_modal_projector.y": torch.ones(1)}
+
+    edit(wrap)(tmp_path)
+    loaded = Decoder.load(tmp_path).weights
+    assert torch.equal(loaded.embedding, whole.decoder().weights.embedding)
+    assert torch.equal(loaded.head, (1 + has_head) * loaded.embedding)
+    edit(lambda t: t.update({f"{seen}audio_tower.x": torch.ones(1)}))(tmp_path)
+    with pytest.raises(CheckpointError, match="audio_tower"):
+        Decoder.load(tmp_path)
+
+
+def test_a_model_that_was_saved_without_its_head_loads(checkpoint: Any, tmp_path: Path) -> None:
+    whole = checkpoint("llama-tied")
+    whole.model.model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / SINGLE)
+    assert "embed_tokens.weight" in saved
+    for one, other in zip(tensors_of(Decoder.load(tmp_path).weights), tensors_of(whole.decoder().weights), strict=True):
+        assert torch.equal(one, other)
+    edit(lambda t: t.update({"layers.0.mlp.extra": torch.zeros(1)}))(tmp_path)
+    with pytest.raises(CheckpointError, match="mlp.extra"):
+        Decoder.load(tmp_path)
