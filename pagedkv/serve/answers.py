@@ -13,13 +13,12 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pagedkv.checkpoint.tokenizer import Tokenizer
+    from pagedkv.checkpoint.tokenizer import TextStream, Tokenizer
     from pagedkv.model.request import Completion, Request
     from pagedkv.serve.streaming import Piece
 
@@ -56,6 +55,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.stream: Callable[[Sequence[int]], TextStream] = tokenizer.stream
         self._before = tokenizer.encode("a", special_tokens=False)[-1:]  # decoders drop the space of a first token
         self._length = len(tokenizer.decode(self._before))
         self.of: Callable[[int], str] = lru_cache(4096)(self._of)
@@ -67,25 +67,62 @@ class TokenTexts:
         return self._tokenizer.decode([*self._before, token])[self._length :]
 
 
-def _chat_logprobs(completion: Completion, first: int, last: int, texts: TokenTexts) -> dict[str, Any]:
+@dataclass
+class _Place:
+    """The place of a completion's next token in its text.
+
+    is_begin: whether the decoder drops the space of that token, as at the begin of a text
+    """
+
+    stream: TextStream
+    num_characters: int = 0
+    is_begin: bool = True
+
+    def take(self, token: int, text: str) -> tuple[str, int]:
+        """Go behind a token; return the text that it has here, and where that begins.
+
+        A part of a character begins where the character does.
+        """
+        piece, before = self.stream.push(token), self.num_characters
+        self.num_characters += len(piece)
+        self.is_begin = self.is_begin and text.startswith(" ") and piece == text[1:]
+        text = text[self.is_begin :]
+        return text, max(before, self.num_characters - len(text))
+
+
+def _chat_logprobs(completion: Completion, first: int, last: int, texts: TokenTexts, place: _Place) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
     for token, told in zip(completion.token_ids[first:last], completion.logprobs[first:last], strict=True):
-        top = [_entry(other, logprob, texts) for other, logprob in told.top]
-        content.append({**_entry(token, told.logprob, texts), "top_logprobs": top})
+        text, _ = place.take(token, texts.of(token))
+        top = [_entry(_here(texts.of(other), place), logprob) for other, logprob in told.top]
+        content.append({**_entry(text, told.logprob), "top_logprobs": top})
+        place.is_begin = False
     return {"content": content, "refusal": None}
 
 
-def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    text = texts.of(token)
+def _entry(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
-def _text_logprobs(completion: Completion, first: int, last: int, texts: TokenTexts) -> dict[str, Any]:
-    tokens, told = [texts.of(token) for token in completion.token_ids[first:last]], completion.logprobs[first:last]
-    offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
-    top = [{texts.of(other): logprob for other, logprob in each.top} for each in told]
-    logprobs = [each.logprob for each in told]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+def _here(text: str, place: _Place) -> str:
+    """Return the text that another token has in place of the one that was taken."""
+    return text.removeprefix(" ") if place.is_begin else text
+
+
+def _text_logprobs(completion: Completion, first: int, last: int, texts: TokenTexts, place: _Place) -> dict[str, Any]:
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    told: dict[str, Any] = {name: [] for name in names}
+    for token, each in zip(completion.token_ids[first:last], completion.logprobs[first:last], strict=True):
+        text, offset = place.take(token, texts.of(token))
+        owners, top = {text: token}, {}
+        for other, logprob in each.top:
+            key = _here(texts.of(other), place)
+            # the text is the key of one token only: of the one that was drawn, or else of the likeliest
+            top[key if owners.setdefault(key, other) == other else f"token_id:{other}"] = logprob
+        for name, value in zip(names, (text, each.logprob, top, offset), strict=True):
+            told[name].append(value)
+        place.is_begin = False
+    return told
 
 
 @dataclass
@@ -100,7 +137,7 @@ class Answer:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _told: dict[Completion, int] = field(default_factory=dict)
-    _offsets: dict[Completion, int] = field(default_factory=dict)
+    _places: dict[Completion, _Place] = field(default_factory=dict)
 
     def whole(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the object of finished requests."""
@@ -139,11 +176,10 @@ class Answer:
         if self.is_chat:
             shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
         told: dict[str, Any] | None = None
-        if self.has_logprobs and self.is_chat:
-            told = _chat_logprobs(completion, first, last, self.texts)
-        elif self.has_logprobs:
-            told, before = _text_logprobs(completion, first, last, self.texts), self._offsets.get(completion, 0)
-            told["text_offset"] = [before + offset for offset in told["text_offset"]]
-            self._offsets[completion] = before + sum(map(len, told["tokens"]))
+        if self.has_logprobs:
+            if completion not in self._places:
+                self._places[completion] = _Place(self.texts.stream(completion.request.prompt_ids))
+            of = _chat_logprobs if self.is_chat else _text_logprobs
+            told = of(completion, first, last, self.texts, self._places[completion])
         index = prompt * self.num_samples + completion.index
         return {"index": index, **shown, "logprobs": told, "finish_reason": reason}
