@@ -209,7 +209,7 @@ class PagedCache(Cache):
         if self._mask is None:
             return mask is None or (mask.shape[1] == self._columns + width and bool(mask[:, :-width].all()))
         if mask is not None and mask.shape[0] == len(self._mask):
-            before = mask[:, : self._columns].bool()
+            before = mask[:, : self._columns].bool().to(self._mask.device)  # `find` has it where the user has it
             if before.equal(self._mask):
                 return mask.shape[1] == self._columns + width
             if not bool((before & ~self._mask[:, : before.shape[1]]).any()):
@@ -261,7 +261,10 @@ class PagedCache(Cache):
 
     def _forget_columns(self, dropped: int) -> None:
         self._columns = max(0, self._columns - dropped)
-        self._mask = None if self._mask is None else self._mask[:, : self._columns]
+        self._keep(None if self._mask is None else self._mask[:, : self._columns])
+
+    def _keep(self, mask: torch.Tensor | None) -> None:
+        self._mask = None if mask is None or bool(mask.all()) else mask
 
     def _is_whole(self, step: Step) -> bool:
         """Return whether all layers have stored K and V in a step of a cache without hooks."""
@@ -448,7 +451,7 @@ class PagedCache(Cache):
             spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self._identity)
             self.holdings.spaces = list(spaces)
             self._columns = columns
-            self._mask = mask[:, :columns].bool() if columns and not bool(mask[:, :columns].all()) else None
+            self._keep(mask[:, :columns].bool())
         return columns
 
     def identify(self) -> None:
@@ -466,7 +469,7 @@ class PagedCache(Cache):
             self.settle()
             if list(index) != list(range(len(self.holdings.spaces))):
                 self.holdings.spaces = self.pool.kv.reorder(self.holdings.spaces, index)
-                self._mask = None if self._mask is None else self._mask[list(index)]
+                self._keep(None if self._mask is None else self._mask[list(index)])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue row beam_idx[i]. Pages are shared; no bytes are copied."""

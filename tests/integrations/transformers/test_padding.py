@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -138,6 +138,23 @@ def test_a_cache_with_padding_is_cropped_copied_and_reordered_as_the_hosts(llama
     with PagedCache(llama.config, pool=handle.pool) as cache:
         torch.testing.assert_close(logits(cache), expected, atol=2e-3, rtol=2e-3)
     handle.unpatch()
+
+
+@torch.no_grad()
+def test_a_cache_that_has_lost_its_padding_takes_calls_without_a_mask(llama: Any, patched: Patched) -> None:
+    ids, mask = prompts(10, (0, 0))["input_ids"], torch.ones(2, 8, dtype=torch.long)
+    mask[1, 7:] = 0
+    ways: list[Callable[[Any], object]] = [
+        lambda cache: cache.crop(-1), lambda cache: cache.batch_select_indices(torch.tensor([0])),
+        lambda cache: cache.reorder_cache(torch.tensor([0, 0])),
+    ]  # fmt: skip
+    for way in ways:
+        found = []
+        for cache in (DynamicCache(config=llama.config), PagedCache(llama.config, pool=patched.pool)):
+            llama(ids[:, :8], attention_mask=mask, **{CACHE: cache})
+            way(cache)
+            found.append(llama(ids[: cache.layers[0].keys.shape[0], 8:], **{CACHE: cache}).logits)
+        torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-3)
 
 
 @torch.no_grad()
