@@ -117,7 +117,7 @@ def _text_logprobs(completion: Completion, first: int, last: int, texts: TokenTe
         owners, top = {text: token}, {}
         for other, logprob in each.top:
             key = _here(texts.of(other), place)
-            # the text is the key of one token only: of the one that was drawn, or else of the likeliest
+            # one token has the text as its key: the drawn one, or else the likeliest
             top[key if owners.setdefault(key, other) == other else f"token_id:{other}"] = logprob
         for name, value in zip(names, (text, each.logprob, top, offset), strict=True):
             told[name].append(value)
