@@ -97,6 +97,7 @@ def test_several_tenants_have_a_colour_each(engine: Engine) -> None:
     for tenant in (b"acme", b"acme", b"globex"):
         engine.submit(PAGE, LONG, tenant=tenant)
     engine.step()
+    engine.step()  # the second prompt waits for the pages of the first
     picture = FrameMap(engine).picture()
     styles = [picture.style(OWNED + letter) for letter in range(3)]
     assert styles[0] == styles[1] != styles[2]
