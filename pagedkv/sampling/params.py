@@ -132,7 +132,7 @@ class SamplingParams:
             self._demand("best_of", best_of_holds, "None or an integer of at least 1")
             differ = self.best_of == 1 or not self.greedy
             must = f"above 0 with best_of {self.best_of}: greedy samples are equal"
-            self._demand("top_p" if self.temperature else "temperature", differ, must)
+            self._demand(self._greedy_by, differ, must)
 
     def _check_end(self) -> None:
         self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
@@ -195,8 +195,8 @@ class SamplingParams:
             raise InvalidRequest(f"max_retries is {self.max_retries} without a validator; give a validator, too")
         if self.max_retries and self.greedy:
             raise InvalidRequest(
-                f"max_retries is {self.max_retries} with temperature or top_p 0, which gives the same output again; "
-                "give both above 0"
+                f"max_retries is {self.max_retries} with {self._greedy_by} 0, which gives the same output again; "
+                f"give a {self._greedy_by} above 0"
             )
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
@@ -208,6 +208,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether each token is the likeliest one."""
         return self.temperature == 0 or self.top_p == 0
+
+    @property
+    def _greedy_by(self) -> str:
+        """The parameter to raise above 0 for other outputs than the greedy one."""
+        return "top_p" if self.temperature else "temperature"
 
     def generator(self, sample: int = 0, *, retry: int = 0) -> torch.Generator:
         """Return a generator for the `sample`-th output of a request: the same one for the same seed and sample.

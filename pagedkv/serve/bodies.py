@@ -459,7 +459,8 @@ def _in_words(error: ErrorDetails) -> BadBody:
         if part in MUST:  # the error is about one of several forms
             where = ".".join(path[: number + 1])
             return BadBody(f"{where} must be {MUST[part]}", where)
-    return BadBody(f"{_cut(where)} is {_shown(error['input'])}: {error['msg']}", _cut(where))
+    must = "Input should be an object" if error["type"] == "model_type" else error["msg"]
+    return BadBody(f"{_cut(where)} is {_shown(error['input'])}: {must}", _cut(where))
 
 
 def _shown(value: object) -> str:

@@ -66,6 +66,12 @@ REFUSED = {
     "echo": (TEXT, {"prompt": "a", "echo": True}, "'echo' is not supported, and the answer would not be", "echo"),
     "unknown": (TEXT, {"prompt": "a", "tempereture": 0}, "'tempereture' is not supported", "tempereture"),
     "tools": (CHAT, {"messages": USER, "tools": [{}]}, "'tools' is not supported", "tools"),
+    "no object inside": (
+        TEXT,
+        {"prompt": "a", "stream_options": True},
+        "stream_options is True: Input should be an object",
+        "stream_options",
+    ),
     "no messages": (CHAT, {"messages": []}, "messages is []: List should have at least 1 item", "messages"),
     "no role": (CHAT, {"messages": [{"content": "a"}]}, "messages.0.role is missing; give it", "messages.0.role"),
     "image": (

@@ -114,7 +114,7 @@ def test_with_top_p_0_the_likeliest_token_is_drawn_at_any_temperature(temperatur
         assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in greedy]
     with pytest.raises(InvalidRequest, match="top_p is 0; it must be above 0 with best_of 2: greedy samples are equal"):
         SamplingParams(temperature=temperature, top_p=0, best_of=2)
-    with pytest.raises(InvalidRequest, match="temperature or top_p 0, which gives the same output again"):
+    with pytest.raises(InvalidRequest, match="with top_p 0, which gives the same output again; give a top_p"):
         SamplingParams(temperature=temperature, top_p=0, validator=bool, max_retries=2)
 
 

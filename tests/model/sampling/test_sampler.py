@@ -187,8 +187,8 @@ def test_logits_without_a_finite_maximum_are_an_error_and_not_a_token(damage: fl
 
 
 def test_a_penalty_that_overflows_is_an_error_and_not_a_token() -> None:
-    logits = torch.full((1, V), 3.0)
-    tokens, errors, _ = sample(logits, [row(HISTORY, temperature=1.0, repetition_penalty=1e-300)])
+    logits = torch.full((1, V), 3e37)
+    tokens, errors, _ = sample(logits, [row(HISTORY, temperature=1.0, repetition_penalty=0.001)])
     assert tokens.tolist() == [-1]
     assert errors[0].startswith("penalties or the logits processor made a logit NaN or +inf")
     with pytest.raises(InvalidRequest, match="row 0: the logits processor raised ZeroDivisionError"):
