@@ -1,7 +1,7 @@
 """Memory arithmetic: how much KV fits beside the weights of a model, and how fast memory lets it decode. No torch.
 
     KV of n tokens    of each layer group: min(n, window) tokens
-    frames(n)         spec.frames_for, by which the engine admits a request: under a window, a chunk of the prompt counts
+    frames(n)         spec.frames_for, by which the engine takes a request; under a window, a chunk of the prompt counts
     num_frames        (memory - weights) / frame bytes
     waste             1 - bytes that a step reads / bytes of the mapped frames, over the steps of a sequence that grows
                       to the context
@@ -86,7 +86,7 @@ class Footprint:
         return low
 
     def sequences(self, num_frames: int, context: int) -> int:
-        """Return how many sequences of `context` tokens fit into `num_frames`: one in its prompt, the others behind it."""
+        """Return how many sequences of `context` tokens fit: one that computes its prompt, others that decode."""
         free = num_frames - self.frames(context)
         return 0 if free < 0 else 1 + free // frames_for(self.specs, context, 1)
 
