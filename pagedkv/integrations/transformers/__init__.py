@@ -8,6 +8,8 @@ patching   hooks, generate() and unpatch()        ─▶ cache ─▶ pool ─�
 cache      PagedCache: one batch of sequences, its steps, beams and rollbacks
 attention  the attention function "pagedkv", and its mask function
 pool       Pool: the frames that the caches of one model share
+identity   what decides K and V besides tokens, and so which prompts find which pages
+padding    which columns are tokens, and when pages show them what the host shows
 linears    linear layers that read their weights faster than torch's in steps of few tokens
 geometry   what a config asks of a cache, and what is refused
 trial      proves on a few tokens that a model computes the same as without pages

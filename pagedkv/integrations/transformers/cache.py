@@ -169,9 +169,9 @@ class PagedCache(Cache):
             if not fits:  # padding is stored too: no later mask shows a column that is lacking
                 mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=True)
             mask = None if mask is None else mask.bool()
-            agrees = fits and (mask is None or windows_agree(mask, width, self.pool.geometry.windows))
-            paged = bool(attends) and agrees and (mask is None or not computes_padding(mask, width))
             real = None if mask is None or bool(mask[:, -width:].all()) else mask[:, -width:]
+            agrees = fits and (mask is None or windows_agree(mask, width, self.pool.geometry.windows))
+            paged = bool(attends) and agrees and (mask is None or real is None or not computes_padding(mask, width))
             counts = [width] * rows if real is None else real.sum(1).tolist()
             batch = tokens = self.pool.plan(self, counts)
             try:

@@ -24,8 +24,7 @@ def has_padding_behind(mask: torch.Tensor) -> bool:
 
 def computes_padding(mask: torch.Tensor, width: int) -> bool:
     """Return whether one of the last `width` columns is padding behind a token of its row."""
-    new = mask[:, -width:]
-    return not bool(new.all()) and bool((~new & (mask.cumsum(1)[:, -width:] > 0)).any())
+    return bool((~mask & (mask.cumsum(1) > 0))[:, -width:].any())
 
 
 def windows_agree(mask: torch.Tensor, width: int, windows: Iterable[int | None]) -> bool:
@@ -42,10 +41,10 @@ def windows_agree(mask: torch.Tensor, width: int, windows: Iterable[int | None])
 
 
 def sees_nothing(mask: torch.Tensor, windows: Iterable[int | None]) -> bool:
-    """Return whether the last column of a row, whose logits are those of the next token, attends to no token.
+    """Return whether the last column of a row attends to no token. Its logits are those of the next token.
 
-    The result is that of the host's function for no keys: zeros for sdpa, and the mean of all V, hidden ones too, for
-    eager, which pages without padding do not have.
+    The result then depends on the host's function: sdpa gives zeros, and eager the mean of all V, those of hidden
+    padding too, which pages do not have.
     """
     size = min((size for size in windows if size is not None), default=mask.shape[1])
     return not bool(mask[:, -size:].any(1).all())

@@ -296,7 +296,7 @@ class Patched:
         return result
 
     def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call of generate() without a cache of its own may have a PagedCache."""
+        """Return whether a call of generate() that names no cache may have a PagedCache."""
         if self._option("use_cache", config, kwargs) is False or self._is_blind(kwargs):
             return False
         if not self.model._supports_default_dynamic_cache():

@@ -162,7 +162,7 @@ def llama() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Return a tokenizer whose tokens are characters."""
+    """Return a tokenizer that has a token for each character."""
     from tokenizers import Tokenizer, decoders, models
 
     characters = ["<pad>", "<s>", *map(chr, range(33, 127)), *"äöü"]
