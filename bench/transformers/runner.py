@@ -118,7 +118,7 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
     layers = range(model.config.num_hidden_layers)
     if variant in pools:
         cache = PagedCache(model.config, pool=pools[variant])
-        cache.begin(None, (batch, context), None, paged=True)
+        cache.begin(None, (batch, context), None, attends=True)
         step, kv = cache.holdings.step, pools[variant].kv
         assert step is not None
         for layer in layers:

@@ -55,7 +55,8 @@ class RedisClient:
             raise InvalidRequest(f"timeout is {timeout}; give the seconds after which a call to the server fails")
         if not isinstance(url, str):
             raise InvalidRequest(f"the url of Redis is a {type(url).__name__}; give redis://127.0.0.1:6379/0")
-        self.url, why = url, ""
+        self.url: str = url
+        why = ""
         try:
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, decode_responses=False

@@ -4,7 +4,7 @@ transformers has these tests in GenerationTesterMixin (greedy, sample, beam, ass
 continue_from_past, inputs_embeds, static_cache, logits_to_keep). Its sources are no package, so this file says the same
 of nine families: a model that is patched, or that gets a PagedCache, does what the model does without.
 
-The last part tests arguments: those of generate() are handed on, and those that reach attention are checked.
+The last part tests that arguments of generate() are handed on, and that arguments which reach attention are checked.
 """
 
 from __future__ import annotations
