@@ -39,13 +39,13 @@ def expected(mm: MemoryManager, opened: list[tuple[Any, ...]], prompt: tuple[Any
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_awaited_prefix_is_the_longest_that_an_open_space_has_to_compute(size: int, seed: int) -> None:
     """Prompts of few tokens share beginnings; spaces compute them in chunks, and some are released on the way."""
-    draw, mm = random.Random(seed), MemoryManager(4000 // size, size)
+    draw, mm = random.Random(seed), MemoryManager(1600 // size, size)
     opened: list[tuple[Any, ...]] = []
     found = 0
-    for _ in range(600):
+    for _ in range(300):
         begin = draw.choice(["abcdabcd", "abcdabce", "bcda"]) * draw.randint(1, 8)
         ids = [ord(c) for c in begin[: draw.randint(1, 60)]] + [draw.randint(0, 1) for _ in range(draw.randint(0, 9))]
         salt = draw.choice([{}, {}, {0: b"x"}, {7: b"x"}, {7: b"y"}, {7: b"x", 20: b"z"}])
@@ -67,7 +67,7 @@ def test_the_awaited_prefix_is_the_longest_that_an_open_space_has_to_compute(siz
             opened.remove(one)
         elif draw.random() < 0.3:
             commit(mm, space, others[: draw.randint(len(space) + 1, len(others))])
-    assert found > 10
+    assert found > 5
 
 
 def test_the_ids_are_those_that_the_caller_had_at_open() -> None:
