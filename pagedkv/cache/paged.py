@@ -254,7 +254,7 @@ class PagedKVCache(Unique):
     def awaited(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
     ) -> Awaited | None:
-        """Return the longer prefix of `token_ids` that an open space is to publish. See MemoryManager.awaited."""
+        """Return the longest prefix of `token_ids` that an open space will publish. See MemoryManager.awaited."""
         return self.manager.awaited(token_ids, tenant=tenant, salt=salt)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:

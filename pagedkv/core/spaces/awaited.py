@@ -21,11 +21,13 @@ class Awaited(NamedTuple):
     """A longer prefix of a prompt than `open` finds now.
 
     asid:   the open space that is to compute it
-    tokens: the length of the prefix, in whole pages; `open` finds it when the space has committed so many tokens
+    tokens: the length of the prefix, in whole pages; `open` finds it when the space has committed as many tokens
+    known:  the tokens that `open` finds now
     """
 
     asid: int
     tokens: int
+    known: int
 
 
 class _Prompt(NamedTuple):
@@ -59,7 +61,7 @@ class OpenPrompts:
         O(spaces that compute a prompt), and O(length of the prompt) for those with the same first page.
         """
         size, spaces = state.tokens.shape[1], state.spaces.view(np.ndarray)
-        page, best, computed = ids[:size].tobytes(), Awaited(-1, known), []
+        page, best, computed = ids[:size].tobytes(), Awaited(-1, known, known), []
         for asid, its in self._prompts.items():
             space = spaces[asid]
             if space["generation"] != its.generation or space["length"] // size >= len(its.ids) // size:
@@ -69,7 +71,7 @@ class OpenPrompts:
                 common = min(common, len(ids) - 1) // size * size
                 publishes = not space["no_publish"] and space["named"] == ALL_NAMED
                 if publishes and common > max(best.tokens, space["length"]):
-                    best = Awaited(asid, common)
+                    best = Awaited(asid, common, known)
         for asid in computed:
             self.remove(asid)
         return best if best.asid >= 0 else None

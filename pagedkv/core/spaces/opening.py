@@ -190,7 +190,9 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
     def awaited(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
     ) -> Awaited | None:
-        """Return the longer prefix of `token_ids` that an open space is to publish; None if `open` finds all there is.
+        """Return the longest prefix of `token_ids` that an open space will publish and `open` does not find yet.
+
+        None if `open` finds all there is.
 
         For prompts that arrive together: open the others when the space has `tokens` tokens, and their common pages
         are computed once. Wait only while that space is in your steps: one that is released, cut or left alone never

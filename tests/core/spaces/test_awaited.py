@@ -35,7 +35,8 @@ def expected(mm: MemoryManager, opened: list[tuple[Any, ...]], prompt: tuple[Any
         common = common // size * size
         if common > max(len(space), mm.lookup(ids, tenant=tenant, salt=salt)):
             lengths[space.asid] = common
-    return {Awaited(asid, common) for asid, common in lengths.items() if common == max(lengths.values())}
+    known = mm.lookup(ids, tenant=tenant, salt=salt)
+    return {Awaited(asid, common, known) for asid, common in lengths.items() if common == max(lengths.values())}
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
@@ -76,7 +77,7 @@ def test_the_ids_are_those_that_the_caller_had_at_open() -> None:
     mm, ids = MemoryManager(64, SIZE), np.arange(20, dtype=np.int32)
     mm.open(ids).detach()
     ids[:] = 7
-    assert mm.awaited(range(20)) == Awaited(0, 16)
+    assert mm.awaited(range(20)) == Awaited(0, 16, 0)
     assert mm.awaited(ids) is None
 
 

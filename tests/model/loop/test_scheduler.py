@@ -115,6 +115,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "samples": {"common": 70, "own": 5, "options": {"num_samples": 2}},
     "beams": {"common": 40, "own": 9, "params": BEAMS},
     "small blocks": {"common": 30, "own": 2, "block_size": 4},
+    "few tokens, many prompts": {"common": 16, "own": 4, "block_size": 4},
     "a pool of two prompts": {"common": 80, "own": 16, "num_frames": 16},
 }
 
@@ -136,6 +137,19 @@ def test_prompts_that_arrive_together_compute_their_prefix_once(
         alone = build(checkpoint(told["name"]), **made).generate([prompt], told["params"], **told["options"])
         assert outputs([request]) == outputs(alone)
     assert idle(engine)
+
+
+@pytest.mark.parametrize(("common", "waits"), [(32, False), (48, True)])
+def test_a_prompt_waits_only_if_that_saves_more_than_a_step(
+    common: int, waits: bool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    engine = build(checkpoint("llama"))
+    prompts = [prompt_of(common) + prompt_of(90, seed) for seed in range(2)]
+    requests = [engine.submit(prompt, PARAMS) for prompt in prompts]
+    engine.step()
+    assert len(running(engine)) == 2 - waits
+    engine.run()
+    assert requests[1].completions[0].cached_tokens == common * waits
 
 
 def test_a_prompt_waits_for_no_less_urgent_one(checkpoint: Callable[[str], Checkpoint]) -> None:
