@@ -180,7 +180,7 @@ ServeShare = Annotated[
         metavar="F",
         min=0.001,
         max=1,
-        help="Of the places to run and to wait, at most for one of several tenants.",
+        help="The most of all running and waiting requests that one of several tenants may have.",
         rich_help_panel=_CLIENTS,
     ),
 ]
@@ -262,7 +262,9 @@ FitWeights = Annotated[
 FitContext = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help="Tokens of each sequence.")]
 FitMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, for weights and KV; such as 72GB.")]
 FitBandwidth = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, such as 3.35TB/s.")]
-FitChunk = Annotated[int | None, typer.Option("--prefill-chunk", metavar="N", min=1, help="Of a prompt in a step.")]
+FitChunk = Annotated[
+    int | None, typer.Option("--prefill-chunk", metavar="N", min=1, help="Tokens of one prompt in a step.")
+]
 FitGpus = Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="1 to N that share the heads equally.")]
 FitJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no more.")]
 

@@ -56,8 +56,9 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.stream: Callable[[Sequence[int]], TextStream] = tokenizer.stream
-        self._before = tokenizer.encode("a", special_tokens=False)[-1:]  # decoders drop the space of a first token
-        self._length = len(tokenizer.decode(self._before))
+        # Decoders drop the space of a first token, so each token is decoded behind a word.
+        texts = ((i, tokenizer.decode([i])) for i in range(tokenizer.vocab_size))
+        self._before, self._length = next((([i], len(text)) for i, text in texts if text.isalnum()), ([], 0))
         self.of: Callable[[int], str] = lru_cache(4096)(self._of)
 
     def _of(self, token: int) -> str:

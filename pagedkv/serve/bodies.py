@@ -52,10 +52,13 @@ NOTHING: Final[Values] = {
     "num_beams": (1,),
     "repeat_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
+    "stream_reasoning": (True,),
     "tfs_z": (1,),
     "tool_choice": ("none", "auto"),
     "top_a": (0,),
@@ -140,11 +143,13 @@ class BadBody(InvalidRequest):
 class Asked(BaseModel, strict=True, allow_inf_nan=False, protected_namespaces=()):
     """An object of a body, of which only what asks for something is read.
 
+    kind: the only `type` of such an object, if it has one. Another type is refused before its fields.
     nothing: values that are as if absent, by field, besides null and empty ones. A field that no model has and that is
         named here may have these values only.
     ignored: fields that may have any value.
     """
 
+    kind: ClassVar[str] = ""
     nothing: ClassVar[Values] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
@@ -154,6 +159,8 @@ class Asked(BaseModel, strict=True, allow_inf_nan=False, protected_namespaces=()
         """Return the fields that ask for something. Raises: PydanticCustomError for the first unknown one"""
         if not isinstance(given, dict):
             return given
+        if cls.kind and given.get("type", cls.kind) != cls.kind:
+            raise PydanticCustomError("kind", f"Input should have the type {cls.kind}")
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         asked = {}
         for name, value in given.items():
@@ -172,9 +179,9 @@ class StreamOptions(Asked):
 
     nothing: ClassVar[Values] = {
         "continuous_usage_stats": (False,),
-        "include_obfuscation": (False,),
         "include_usage": (False,),
     }
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})  # padding of events, true by default
 
     include_usage: bool | None = None
 
@@ -298,6 +305,8 @@ class CompletionBody(Body):
 
 class TextPart(Asked):
     """A part of a message; parts that are no text are refused by its type."""
+
+    kind: ClassVar[str] = "text"
 
     type: Annotated[str, Field(pattern="^text$")]
     text: str
@@ -423,7 +432,12 @@ def _num_opened(data: bytes) -> int:
 
 
 def _is_nothing(value: object, harmless: tuple[Any, ...]) -> bool:
-    """Return whether a value of a field that may be left out is null, empty or one of `harmless`."""
+    """Return whether a value of a field that may be left out is null, empty or one of `harmless`.
+
+    An object is empty if all of its fields are nothing.
+    """
+    if isinstance(value, dict):
+        value = {name: each for name, each in value.items() if not _is_nothing(each, ())}
     if value is None or (isinstance(value, str | list | dict) and not value):
         return True
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

@@ -140,11 +140,14 @@ class Gate:
         return tenant
 
     def _place(self, tenant: bytes) -> Place | None:
-        """Return the place of a new request; None if tenants have no shares."""
+        """Return the place of a new request; None if tenants have no shares.
+
+        The first request of a tenant gets in whatever the others have, so the limit is passed by one for each tenant.
+        """
         if self.is_draining:
             raise _Refused(503, "the server ends and takes no new request; send it to another one", "server_error")
         number, whose, shares = self.num_inside, "of this server", self._rules.shares
-        if number < self._rules.max_requests:
+        if number < self._rules.max_requests or (shares is not None and shares.has_none(tenant)):
             if shares is None or (place := shares.enter(tenant)) is not None:
                 return None if shares is None else place
             number, whose = shares.running + shares.waiting, "of a key"

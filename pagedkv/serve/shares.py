@@ -48,6 +48,10 @@ class Shares:
         self._tenants: dict[bytes, _Tenant] = {}
         self._numbers = count()
 
+    def has_none(self, name: bytes) -> bool:
+        """Return whether a tenant has no request inside."""
+        return name not in self._tenants or not self._tenants[name].inside
+
     def enter(self, name: bytes) -> Place | None:
         """Return the place of a new request of a tenant; None if the tenant has its share inside."""
         tenant = self._tenants.setdefault(name, _Tenant())

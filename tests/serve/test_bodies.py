@@ -92,14 +92,14 @@ def test_null_empty_and_default_values_are_as_if_absent_at_every_depth(kind: typ
     given = set(json.dumps(place({})[1]).replace('"', " ").split())  # a field of the plain body asks for something
     optional = {each for each, field in kind.model_fields.items() if not field.is_required()}
     for field in {*optional, *kind.nothing, "no_such_field"} - given:
-        for value in (None, "", [], {}, *kind.nothing.get(field, ())):
+        for value in (None, "", [], {}, {"a": None}, {"a": {"b": []}}, *kind.nothing.get(field, ())):
             assert read_in(place, {field: value}) == plain, (field, value)
 
 
 @pytest.mark.parametrize(("kind", "name"), PLACES)
 def test_an_unknown_field_at_any_depth_is_refused_by_its_name(kind: type[Asked], name: str) -> None:
     place = PLACES[kind, name]
-    for value in (0, 1, False, True, -0.5, "a", [None], [[]], {"a": None}):
+    for value in (0, 1, False, True, -0.5, "a", [None], [[]], {"a": False}, {"a": None, "b": 0}):
         where = place({})[2] + "no_such_field"
         with pytest.raises(BadBody, match="'no_such_field' is not supported") as refused:
             read_in(place, {"no_such_field": value})
@@ -341,3 +341,9 @@ def test_no_number_in_any_field_is_a_failure_of_the_server(server: Server) -> No
                 if answer.status == 400:
                     named = field.replace("completion_", "")  # both of a chat are one limit
                     assert field in answer.error["message"] or named in answer.error["message"], (field, number)
+
+
+def test_a_part_that_is_no_text_is_refused_by_its_type() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(BadBody, match=r"messages.0.content must be a text, or a list of parts"):
+        read(ChatBody, json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode())

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.serve.gate import Gate, Rules
+from pagedkv.serve.gate import Gate, Rules, _Refused
 from pagedkv.serve.keys import ApiKeys
 from pagedkv.serve.shares import FIRST, OTHER, Place, Shares
 
@@ -199,6 +199,25 @@ def test_a_gate_refuses_a_tenant_that_has_its_share_and_lets_others_in() -> None
     asyncio.run(story())
     assert Counter(statuses) == {429: 4, 200: 9}
     assert gate.num_inside == 0
+
+
+def test_the_only_request_of_a_tenant_gets_in_however_many_fill_the_server() -> None:
+    names = [b"a", b"b", b"c", b"d"]
+    keys = ApiKeys.of("key-a")
+    for name in names:
+        keys._tenants.update(dict.fromkeys(ApiKeys.of(f"key-{name.decode()}")._tenants, name))
+    gate = Gate(None, Rules(keys, None, 100, 6, Shares(1, 2)), [].append)  # type: ignore[arg-type]
+
+    def enter(name: bytes) -> bool:
+        try:
+            gate._place(name)
+        except _Refused:
+            return False
+        gate.num_inside += 1
+        return True
+
+    assert [enter(name) for name in names[:2] for _ in range(4)] == [True, True, True, False] * 2
+    assert [enter(name) for name in names[2:] for _ in range(2)] == [True, False] * 2
 
 
 def test_one_tenant_or_no_key_has_no_shares() -> None:

@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "taken variable": (
         CHAT,
-        {"messages": USER, "chat_template_kwargs": {"messages": []}},
+        {"messages": USER, "chat_template_kwargs": {"messages": ["a"]}},
         "chat_template_kwargs has messages, a name that is taken",
         "chat_template_kwargs",
     ),

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Raw
+from tokenizers import decoders, models, pre_tokenizers
 
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.tokenizer import Tokenizer
@@ -107,3 +109,20 @@ def test_each_alternative_has_an_entry_whatever_its_text(kind: str) -> None:
         del each.top[2:]
     fewer = told_of(tokenizer, completion, [len(tokens)])["top_logprobs"]
     assert fewer == [dict(list(top.items())[:2]) for top in told["top_logprobs"]]
+
+
+GREEK = [(piece, -1.0) for piece in ("<unk>", "\u2581\u03ba\u03b1\u03b9", "\u2581\u03c4\u03bf", "\u03c4\u03bf", ".")]
+WORDS = {word: number for number, word in enumerate(("Mira", "lamp", "."))}
+
+
+def test_a_token_keeps_its_space_whatever_the_vocabulary_lacks() -> None:
+    """A vocabulary without Latin letters, and one without a token for unknown words, which cannot encode an "a"."""
+    raw = Raw(models.Unigram(GREEK, unk_id=0))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    raw.add_special_tokens(["<unk>"])
+    assert [TokenTexts(Tokenizer(raw)).of(token) for token in range(1, 5)] == [
+        " \u03ba\u03b1\u03b9", " \u03c4\u03bf", "\u03c4\u03bf", "."
+    ]  # fmt: skip
+    assert [TokenTexts(Tokenizer(Raw(models.WordLevel(WORDS)))).of(token) for token in range(3)] == [
+        " Mira", " lamp", " ."
+    ]  # fmt: skip
