@@ -151,7 +151,7 @@ class Lock:
 
 
 def write(path: Path, content: bytes, *, beside: Path, durable: bool = True) -> None:
-    """Write a new private file `beside` and rename it to `path`: never through a link, and never to a part.
+    """Write a new private file `beside` and rename it to `path`. A link there is replaced; no reader sees a part.
 
     durable: whether file and folder reach the disk before this returns.
     Raises:  OSError; then there is no new file

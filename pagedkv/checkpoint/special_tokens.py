@@ -76,7 +76,7 @@ def _names(folder: Path, config: dict[str, Any], *, with_map: bool) -> dict[str,
 
 
 def _add(raw: tokenizers.Tokenizer, tokens: list[AddedToken], named: list[AddedToken], extra: list[AddedToken]) -> None:
-    """Add `tokens` that the tokenizer does not have with these flags, then others of which it has no such text.
+    """Add each of `tokens` unless the tokenizer has it with the same flags, then named and extra tokens that it lacks.
 
     named: a token of such a text is special
     """

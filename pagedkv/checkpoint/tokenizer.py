@@ -37,7 +37,7 @@ CONTEXT: Final = 8
 """Tokens at the end of a prompt that a stream of text reads: a character of four bytes, and those before it."""
 
 SAMPLE: Final = 2**16
-"""Characters at the begin of a text that `min_tokens` encodes, if the text may be one word for all it knows."""
+"""`min_tokens` encodes as many characters at the begin of a text if no longest token is known."""
 
 
 class Tokenizer:
@@ -220,7 +220,7 @@ def _eos_ids(folder: Path) -> list[int]:
 
 
 class TextStream:
-    """A stream of text that grows as tokens arrive. All pieces, joined, are what these add to the text of a prompt.
+    """A stream of text that grows as tokens arrive. The pieces, joined, continue the text of a prompt.
 
     A character is shown with the token that makes it whole; before, its bytes are held back. Only the last tokens are
     decoded again, so n tokens cost O(n):

@@ -55,6 +55,7 @@ def reason(error: object, url: str, *others: str) -> str:
     """
     parts, line = _parts(url), re.sub(r"(status code: \d+[^:]*):.*", r"\1", str(error).partition("\n")[0])
     words = {*_words(parts.secret), *others, *(word for word in _words(parts.query) if len(word) > 2)}
+    words |= {parts.secret.rstrip("@")} - {""}
     is_safe = url.isascii() and not any(word.casefold() in line.casefold() for word in words)
     return line if line and is_safe else type(error).__name__
 

@@ -54,7 +54,9 @@ class RedisClient:
         if not 0 < real(timeout, "timeout") < math.inf:
             raise InvalidRequest(f"timeout is {timeout}; give the seconds after which a call to the server fails")
         if not isinstance(url, str):
-            raise InvalidRequest(f"the url of Redis is a {type(url).__name__}; give redis://127.0.0.1:6379/0")
+            raise InvalidRequest(
+                f"the url of Redis has the type {type(url).__name__}; give a text such as redis://127.0.0.1:6379/0"
+            )
         self.url: str = url
         why = ""
         try:

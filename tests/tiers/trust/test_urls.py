@@ -238,6 +238,10 @@ def test_a_url_is_shown_as_far_as_it_holds_no_secret(url: str, text: str) -> Non
     assert shown(url) == text
 
 
+def test_an_exception_shows_no_secret_without_a_letter() -> None:
+    assert reason(ValueError("cannot read redis://:$!*@x"), "redis://:$!*@x") == "ValueError"
+
+
 def test_an_exception_that_shows_no_secret_is_told_in_its_own_words() -> None:
     refused = ConnectionError("Error 111 connecting to 127.0.0.1:9. Connection refused.\n\nDebug source: ...")
     for url in ("", "redis://127.0.0.1:9/0", "redis://someone:password@127.0.0.1:9/0"):
