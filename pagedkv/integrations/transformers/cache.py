@@ -131,7 +131,7 @@ class PagedCache(Cache):
         self.config, self.salt, self.holdings = config, salt, Holdings()
         self._columns = 0
         self._mask: torch.Tensor | None = None  # bool [B, columns]: which columns are stored. None: all
-        self._lacking: set[int] = set()  # layers that have not stored all tokens of the cache
+        self._lacking: dict[int, int] = {}  # layer: its first column that has no K and V
         self._identity = identity_of(None, salt)  # with the model as it was when the cache began
         self._is_identified = False  # whether the pages of the pool are those of the weights now
         self.shares = True  # whether its pages can be found, and it finds pages
@@ -156,17 +156,17 @@ class PagedCache(Cache):
         mask:      which columns of each row are tokens, [B, columns so far + L]. None: all.
         positions: for which the model computes K, [B or 1, L]; None: the host counts columns. Pages are not shared if
                    these are not the places of the tokens in their sequence.
-        attends:   whether layers can attend to pages. None: a layer calls, without the hooks of `patch`.
-        Returns: whether they do in this step
+        attends:   whether layers can attend to pages. None if the model is not patched: a layer's `update` calls.
+        Returns: whether layers attend to pages in this step
         """
         rows, width = shape
         with self.pool.lock:
             self.settle()
             self._set_rows(rows)
-            if mask is not None and len(mask) != rows and not bool(mask.all()):
+            if mask is not None and len(mask) != rows and not (self._mask is None and bool(mask.all())):
                 raise InvalidRequest(f"the attention_mask has {len(mask)} rows and the batch {rows}; give one for each")
             fits = attends is not None and self._fits(mask, width)
-            if not fits:  # padding is stored too: no later mask shows a column that is lacking
+            if not fits:  # Store padding too. A later mask may then show any of these columns.
                 mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=True)
             mask = None if mask is None else mask.bool()
             real = None if mask is None or bool(mask[:, -width:].all()) else mask[:, -width:]
@@ -204,16 +204,20 @@ class PagedCache(Cache):
 
         The host takes other masks too: columns that a mask lacks are hidden, and those that it has too many are not
         read. They are served by gathering, without a step over pages.
-        Raises: InvalidRequest if it shows a column that is not stored
+        Raises: InvalidRequest if it shows a column that is not stored, or is missing while the cache holds padding
         """
         if self._mask is None:
             return mask is None or (mask.shape[1] == self._columns + width and bool(mask[:, :-width].all()))
-        if mask is not None and mask.shape[0] == len(self._mask):
-            before = mask[:, : self._columns].bool().to(self._mask.device)  # `find` has it where the user has it
-            if before.equal(self._mask):
-                return mask.shape[1] == self._columns + width
-            if not bool((before & ~self._mask[:, : before.shape[1]]).any()):
-                return False
+        if mask is None:
+            raise InvalidRequest(
+                "the cache holds padding and the call has no attention_mask; give the attention_mask of the calls "
+                "before with a column for each new token"
+            )
+        before = mask[:, : self._columns].bool().to(self._mask.device)  # `find` has it where the user has it
+        if before.equal(self._mask):
+            return mask.shape[1] == self._columns + width
+        if not bool((before & ~self._mask[:, : before.shape[1]]).any()):
+            return False
         raise InvalidRequest(
             "the attention_mask shows columns that were padding in the calls before, and padding is not stored; give "
             "the attention_mask of the calls before with a column for each new token"
@@ -226,8 +230,9 @@ class PagedCache(Cache):
             if step is not None and not step.done:
                 step.done = is_done and bool(step.stored)
                 if step.done:
+                    for layer in set(self.pool.geometry.cached) - step.stored:
+                        self._lacking.setdefault(layer, self._columns)
                     self._columns += step.width
-                    self._lacking |= set(self.pool.geometry.cached) - step.stored
                     step.ids = None if self._lacking else step.ids
                 else:
                     self._abort()
@@ -261,6 +266,7 @@ class PagedCache(Cache):
 
     def _forget_columns(self, dropped: int) -> None:
         self._columns = max(0, self._columns - dropped)
+        self._lacking = {layer: first for layer, first in self._lacking.items() if first < self._columns}
         self._keep(None if self._mask is None else self._mask[:, : self._columns])
 
     def _keep(self, mask: torch.Tensor | None) -> None:
@@ -284,7 +290,7 @@ class PagedCache(Cache):
         if layer in self._lacking:
             raise InvalidRequest(
                 f"layer {layer} has not computed all tokens of the cache: a forward pass before used fewer layers; "
-                "use a new PagedCache, or as many layers in each call"
+                "crop its tokens, use a new PagedCache, or as many layers in each call"
             )
         if step is not None:
             step.stored.add(layer)
@@ -387,16 +393,16 @@ class PagedCache(Cache):
 
     def _gather(self, place: int, batch: PagedBatch, columns: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv = self.pool.kv
-        layer, spec = kv[place], kv.specs[kv.layer_groups[place]]
+        spec = kv.specs[kv.layer_groups[place]]
         seen = columns if spec.window is None else min(columns, spec.window - 1 + width)
         real = None if self._mask is None else self._mask[:, columns - seen : columns]
         counts = None if real is None else real.sum(1, dtype=torch.int32).to(kv.device)
         most = seen if counts is None else int(counts.max())
         rows, dtype = len(self.holdings.spaces), getattr(torch, spec.dtype)
         k = torch.empty(rows, spec.num_kv_heads, most, spec.head_dim, dtype=dtype, device=kv.device)
-        v = torch.empty(rows, spec.num_kv_heads, most, layer.v.shape[-1], dtype=dtype, device=kv.device)
+        v = torch.empty(rows, spec.num_kv_heads, most, spec.head_dim_v, dtype=dtype, device=kv.device)
         first = batch.seq_lens - (seen if counts is None else counts)
-        gather_kv(layer, batch, first, (k.transpose(1, 2), v.transpose(1, 2)))
+        gather_kv(kv[place], batch, first, (k.transpose(1, 2), v.transpose(1, 2)))
         return (k, v) if real is None else (spread(k, real), spread(v, real))
 
     # -- lengths -------------------------------------------------------------------------------------------------------
@@ -508,7 +514,7 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.settle()
             other.holdings.spaces = [space.fork() for space in self.holdings.spaces]
-        other._columns, other._mask, other._lacking = self._columns, self._mask, set(self._lacking)
+        other._columns, other._mask, other._lacking = self._columns, self._mask, dict(self._lacking)
         other._is_identified, other._identity, other.shares = self._is_identified, self._identity, self.shares
         return other
 
@@ -524,7 +530,7 @@ class PagedCache(Cache):
             self.holdings.release(self.pool)
             if self._is_identified:
                 self.pool.forget_others()  # the weights changed meanwhile
-            self._columns, self._mask, self._lacking = 0, None, set()
+            self._columns, self._mask, self._lacking = 0, None, {}
             self._is_identified, self.shares, self.may_repeat = False, True, False
 
     close = reset

@@ -1,8 +1,9 @@
 """Identity: the inputs besides token ids that decide K and V. A page is found only by a prompt with equal inputs.
 
 weights     fingerprint: pages of other weights are forgotten
-hooks       the same: hooks of modules inside the model change what layers compute
-forwards    the same: a module whose `forward` was replaced, on the module or on its class, computes something else
+hooks       the same: hooks of modules inside the model, and of all modules, change what layers compute
+forwards    the same: a module whose `forward` was replaced, on the module, its class or a base of it, computes
+            something else
 salt        identity_of: the bytes that a user gives. Pages with other bytes stay, and are not found
 adapters    identity_of, too
 autocast    identity_of, too
@@ -18,6 +19,7 @@ import weakref
 from typing import Any, Final
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from pagedkv.errors import InvalidRequest
 
@@ -54,8 +56,15 @@ def fingerprint(model: Any) -> tuple[object, ...]:
         if not _module_of(function).startswith(__package__)
         and not (hooks is module._forward_pre_hooks and _is_of_peft(function))
     )
-    forwards = tuple(_reference(vars(module).get("forward") or type(module).forward) for module in modules)
-    return marks, contents, hooks, forwards
+    forwards = tuple(_reference(vars(module).get("forward") or type(module)) for module in modules)
+    of_classes = tuple(
+        _reference(vars(base)["forward"])
+        for kind in dict.fromkeys(type(module) for module in modules)
+        for base in kind.__mro__
+        if "forward" in vars(base)
+    )
+    of_all = (*_global_forward_hooks, *_global_forward_pre_hooks)
+    return marks, contents, hooks, of_all, forwards, of_classes
 
 
 def _reference(function: Any) -> object:

@@ -5,13 +5,14 @@ A decode step reads each weight once, so memory is its limit, and `pagedkv.linea
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 
 from pagedkv import linear
 from pagedkv.integrations.transformers.attention import ACTIVE
+
+_FORWARD: Final = torch.nn.Linear.forward  # someone may replace it later, for all layers
 
 
 class PagedLinear(torch.nn.Linear):
@@ -19,9 +20,10 @@ class PagedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input times weight, plus bias. Shapes: input [..., in_features]; returns [..., out_features]."""
-        # A wrapper may keep this method beyond unpatch, when super() would refuse the layer.
-        compute = F.linear if ACTIVE.cache is None else linear
-        return compute(input, self.weight, self.bias)
+        if ACTIVE.cache is None or torch.nn.Linear.forward is not _FORWARD:
+            # A wrapper may keep this method beyond unpatch, when super() would refuse the layer.
+            return torch.nn.Linear.forward(self, input)
+        return linear(input, self.weight, self.bias)
 
     def __reduce_ex__(self, _: Any) -> Any:
         parts: Any = super().__reduce_ex__(1)  # later protocols take no class but that of self

@@ -24,7 +24,7 @@ from tests.integrations.transformers.families import model_of, prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 PROMPT = prompts(40, (0,))["input_ids"]
-NORM = LlamaRMSNorm.forward
+NORM, LINEAR = LlamaRMSNorm.forward, torch.nn.Linear.forward
 SALTS = (b"", b"tenant 1", b"tenant 1\n", b"\x00" * 8, b"autocast torch.bfloat16")
 
 
@@ -180,11 +180,41 @@ def a_hook(model: Any, factor: float) -> None:
     model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
 
 
-@pytest.mark.parametrize("change", [on_an_instance, as_a_method, on_a_class, another_class, another_module, a_hook])
+def on_a_base(_: Any, factor: float) -> None:
+    torch.nn.Linear.forward = lambda self, x: LINEAR(self, x) * factor
+
+
+def a_hook_of_all(_: Any, factor: float) -> None:
+    torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: output * factor if type(module) is LlamaMLP else None
+    )
+
+
+def a_hook_before_all(_: Any, factor: float) -> None:
+    torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: (args[0] * factor,) if type(module) is LlamaMLP else None
+    )
+
+
+@pytest.fixture
+def put_back() -> Iterator[None]:
+    yield
+    LlamaRMSNorm.forward, torch.nn.Linear.forward = NORM, LINEAR
+    torch.nn.modules.module._global_forward_hooks.clear()
+    torch.nn.modules.module._global_forward_pre_hooks.clear()
+
+
+CHANGES = [
+    on_an_instance, as_a_method, on_a_class, on_a_base, another_class, another_module, a_hook, a_hook_of_all,
+    a_hook_before_all,
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("put_back")
+@pytest.mark.parametrize("change", CHANGES)
 def test_pages_of_a_forward_that_was_replaced_are_not_found(
-    change: Callable[[Any, float], None], llama: Any, patched: Patched, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any, float], None], llama: Any, patched: Patched
 ) -> None:
-    monkeypatch.setattr(LlamaRMSNorm, "forward", NORM)  # put back at the end
     tokens(llama)
     for factor in (0.5, -1.0, 2.0):  # replaced again and again: a new function may have the address of an old one
         vars(llama.model.layers[1].mlp).pop("forward", None)
@@ -195,6 +225,21 @@ def test_pages_of_a_forward_that_was_replaced_are_not_found(
         assert known(patched) == 32
         patched.pool.forget()
         assert tokens(llama) == found
+        assert llama.generate(PROMPT, **OPTIONS, use_cache=False).tolist() == found
+
+
+def test_modules_that_torch_has_compiled_are_served_and_their_pages_found(llama: Any) -> None:
+    layer = llama.model.layers
+    layer[0].mlp = torch.jit.trace(layer[0].mlp, torch.zeros(1, 2, 64))
+    layer[1].mlp.act_fn = torch.jit.script(torch.nn.SiLU())
+    expected = tokens(llama.eval())
+    handle = patch(llama, memory="16MiB")
+    for _ in range(2):
+        assert tokens(llama) == expected
+        assert known(handle) == 32
+    layer[0].mlp = torch.jit.trace(layer[2].mlp, torch.zeros(1, 2, 64)).eval()
+    assert known(handle) == 0
+    handle.unpatch()
 
 
 def test_a_forward_that_is_put_back_finds_no_pages_of_the_other(llama: Any, patched: Patched) -> None:
@@ -395,3 +440,31 @@ def test_a_layer_reads_no_tokens_that_it_has_not_stored(llama: Any, patched: Pat
         cache.reset()
         llama(LONG, **{CACHE: cache})
     assert patched.pool.stats().mapped == 0
+
+
+@pytest.mark.parametrize("drafts", [[1], [2], [1, 1], [1, 2, 1]])
+@torch.no_grad()
+def test_drafts_of_fewer_layers_that_are_cropped_away_leave_no_trace(
+    drafts: list[int], llama: Any, patched: Patched
+) -> None:
+    ids, wrong = prompts(70, (0, 0))["input_ids"], torch.full((2, 4), 5)
+    expected = llama(ids, use_cache=False).logits[:, 40:]
+    with PagedCache(llama.config, pool=patched.pool) as cache:
+        llama(ids[:, :40], **{CACHE: cache})
+        found = []
+        for columns in range(40, 70, 3):
+            with layers(llama, 2):
+                for number in drafts:
+                    llama(wrong[:, :number], **{CACHE: cache})
+            if sum(drafts) > 1:
+                cache.crop(1 - sum(drafts))
+                with pytest.raises(InvalidRequest, match="layer 2 has not computed all tokens of the cache"):
+                    llama(wrong[:, :1], **{CACHE: cache})
+            cache.crop(-1)
+            found.append(llama(ids[:, columns : columns + 3], **{CACHE: cache}).logits)
+        torch.testing.assert_close(torch.cat(found, 1), expected, atol=2e-3, rtol=2e-3)
+    for row in range(2):
+        with PagedCache(llama.config, pool=patched.pool) as cache:
+            held = cache.find(ids[row : row + 1])
+            found = llama(ids[row : row + 1, held:], **{CACHE: cache}).logits[0, -6:]
+            torch.testing.assert_close(found, expected[row, -6:], atol=2e-3, rtol=2e-3)

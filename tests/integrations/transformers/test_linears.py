@@ -135,6 +135,19 @@ def test_an_interrupted_patch_leaves_no_class_behind(llama: Any, monkeypatch: An
     assert not any(isinstance(module, linears.PagedLinear) for module in llama.modules())
 
 
+def test_a_forward_that_is_replaced_for_all_linear_layers_is_theirs_too(
+    llama: Any, patched: Patched, monkeypatch: Any
+) -> None:
+    forward = torch.nn.Linear.forward
+    before = llama.generate(**prompts(), **OPTIONS)
+    with monkeypatch.context() as replaced:
+        replaced.setattr(torch.nn.Linear, "forward", lambda self, x: forward(self, x) * 1.5)
+        found = llama.generate(**prompts(), **OPTIONS)
+        assert found.equal(llama.generate(**prompts(), **OPTIONS, use_cache=False))
+    assert not found.equal(before)
+    assert llama.generate(**prompts(), **OPTIONS).equal(before)
+
+
 def test_a_wrapper_that_keeps_the_method_of_a_layer_still_runs_after_unpatch(llama: Any) -> None:
     layer, x = llama.lm_head, torch.randn(2, llama.lm_head.in_features)
     expected = layer(x)

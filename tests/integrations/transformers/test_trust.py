@@ -253,8 +253,9 @@ def test_a_mask_that_shows_columns_of_padding_is_refused(model: Any, patched: An
     one = torch.ones(2, 1, dtype=torch.long)
     with torch.no_grad(), PagedCache(model.config, pool=patched.pool) as cache:
         model(**inputs, past_key_values=cache)
-        for mask in (other, None):
-            with pytest.raises(InvalidRequest, match="were padding in the calls before"):
+        rows = torch.ones(3, 9, dtype=torch.long)
+        for mask, why in ((other, "were padding in"), (rows, "has 3 rows and the batch 2"), (None, "has no attention")):
+            with pytest.raises(InvalidRequest, match=why):
                 model(input_ids=one, attention_mask=mask, past_key_values=cache)
         mask = torch.cat([inputs["attention_mask"], one], 1)
         again = model(input_ids=one, attention_mask=mask, past_key_values=cache).logits
