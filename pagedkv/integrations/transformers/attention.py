@@ -28,8 +28,8 @@ NAME: Final = "pagedkv"
 OF_GENERATE: Final = frozenset(inspect.signature(GenerationMixin.generate).parameters) | frozenset(
     inspect.signature(GenerationMixin._assisted_decoding).parameters
 )
-"""Arguments of generate() and of its ways. The host hands those that a way does not take, such as `tokenizer`, on to
-the model with the model's own, and no attention function reads them."""
+"""Arguments of generate() and of its decoding methods. The host passes an argument that the method does not take, such
+as `tokenizer`, on to the model. No attention function reads it."""
 
 _KNOWN: Final = OF_GENERATE | frozenset(
     ("cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -84,8 +84,6 @@ def attention(
     layer, is_new = _layer_of(cache, key, value)
     if attention_mask is not None:
         raise InvalidRequest("the model makes a mask of its own, which pages do not serve; use it without patch()")
-    if options.get("output_attentions"):
-        raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
     if options.get("is_causal") is False:
         raise InvalidRequest("a layer of the model is not causal, which pages do not serve; use it without patch()")
     unknown = sorted(name for name, given in options.items() if name not in _KNOWN and given is not None)

@@ -36,7 +36,7 @@ _PLAIN_INPUTS: Final = OF_GENERATE | frozenset(
     ("attention_mask", "cache_position", "input_ids", "labels", "logits_to_keep", "output_attentions",
      "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache", CACHE)
 )  # fmt: skip
-"""Inputs of a forward pass besides which K and V depend on nothing but ids and positions."""
+"""If a forward pass has no other inputs, its K and V depend on ids and positions alone."""
 
 _COMPUTED_WHOLE: Final = (
     "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate", "output_hidden_states",
@@ -222,11 +222,9 @@ class Patched:
             and (positions is None or positions.ndim == 2)
         )
         ids = ids if is_plain else None
-        paged = cache.begin(ids, shape, mask, positions, attends=self.attends_to_pages)
-        if paged and given.get("output_attentions", getattr(self._config, "output_attentions", False)):
-            cache.end(is_done=False)
-            raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
-        if paged:
+        returns_weights = given.get("output_attentions", getattr(self._config, "output_attentions", False))
+        attends = self.attends_to_pages and not returns_weights  # the kernels keep no weights
+        if cache.begin(ids, shape, mask, positions, attends=attends):
             kept = given.get("logits_to_keep", 0)
             self._enter(cache, kept if isinstance(kept, int) else 0)
         else:
@@ -268,19 +266,19 @@ class Patched:
     def _paged_generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         config = args[0] if args else kwargs.get("generation_config")
         given = next((kwargs[name] for name in (CACHE, _OLD_NAME) if kwargs.get(name) is not None), None)
+        ids: Any = inputs if inputs is not None else kwargs.get("input_ids")
+        mask = self._mask_of(ids, config, kwargs)
         if isinstance(given, PagedCache):
-            self._go_on(given, config, kwargs)
-        if given is not None or not self._is_served(config, kwargs):
+            self._go_on(given, mask, config)
+        if given is not None or self._needs_hidden_padding(mask) or not self._is_served(config, kwargs):
             return self._generate(inputs, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in (CACHE, _OLD_NAME)}  # None, if given
         cache = PagedCache(self.model.config, pool=self.pool)
         cache.may_repeat = True
         try:
-            ids: Any = inputs if inputs is not None else kwargs.get("input_ids")
-            mask = self._mask_of(ids, config, kwargs)
             whole = _COMPUTED_WHOLE if HOST >= (5, 23) else (*_COMPUTED_WHOLE, "prefill_chunk_size")
             is_whole = makes_own_inputs(self.model) or any(self._option(name, config, kwargs) for name in whole)
-            if mask is not None and self._reuses and not is_whole:
+            if self._reuses and not is_whole and self._may_find(ids, mask, kwargs):
                 self._meet(cache)
                 if cache.shares:
                     cache.find(ids, mask)
@@ -297,9 +295,7 @@ class Patched:
 
     def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether a call of generate() that names no cache may have a PagedCache."""
-        if self._option("use_cache", config, kwargs) is False or self._is_blind(kwargs):
-            return False
-        if not self.model._supports_default_dynamic_cache():
+        if self._option("use_cache", config, kwargs) is False or not self.model._supports_default_dynamic_cache():
             return False
         default = self.model.generation_config.cache_implementation
         asked = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
@@ -310,15 +306,19 @@ class Patched:
             )
         return asked is None and default in (None, "hybrid")  # "hybrid" is what the host reads as None
 
-    def _is_blind(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether the host's attention reads K and V of padding that its mask hides."""
-        mask: Any = kwargs.get("attention_mask")
-        is_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2 and IN_CONFIG.own(self._config) != "sdpa"
-        return is_mask and sees_nothing(mask, self.pool.geometry.windows)
+    def _needs_hidden_padding(self, mask: Any) -> bool:
+        """Return whether the last column of a row sees no token and the host's attention is not sdpa.
 
-    def _go_on(self, cache: PagedCache, config: Any, kwargs: dict[str, Any]) -> None:
+        Such attention averages V of hidden padding, which pages do not store. Sinks take all the weight instead.
+        """
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or IN_CONFIG.own(self._config) == "sdpa":
+            return False
+        sinks = sum(name.endswith(".sinks") for name, _ in self.model.named_parameters())
+        return sinks < len(self.pool.geometry.windows) and sees_nothing(mask, self.pool.geometry.windows)
+
+    def _go_on(self, cache: PagedCache, mask: Any, config: Any) -> None:
         """Prepare a call of generate() with a cache that the user gives."""
-        if self._is_blind(kwargs):
+        if self._needs_hidden_padding(mask):
             raise InvalidRequest(
                 "the attention_mask shows no token to the last column of a row, and pages have no padding; pad on the "
                 "left (padding_side='left'), or call generate() without a PagedCache"
@@ -331,22 +331,27 @@ class Patched:
         places = (kwargs.get(name), getattr(config, name, None), getattr(self.model.generation_config, name, None))
         return next((value for value in places if value is not None), None)
 
-    def _mask_of(self, ids: Any, config: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the mask of prompts that are ids alone, with padding before them alone.
+    def _mask_of(self, ids: Any, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the mask of a call of generate(): the one given, or else the host's guess. None for other inputs."""
+        mask = kwargs.get("attention_mask")
+        if mask is not None or not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
+            return mask
+        padding, ends = (self._option(name, config, kwargs) for name in ("pad_token_id", "eos_token_id"))
+        ends = [] if ends is None else torch.as_tensor(ends).view(-1).tolist()
+        can_guess = ids.dtype in (torch.int32, torch.int64) and "attention_mask" in self._takes.parameters
+        if not can_guess or padding is None or int(padding) in ends:
+            return torch.ones_like(ids)
+        return (ids != int(padding)).long()
 
-        None for other inputs, and if the host guesses a mask.
-        """
+    def _may_find(self, ids: Any, mask: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether prompts are ids alone, with padding before them alone."""
         inputs = set(kwargs) & set(self._takes.parameters)
         if inputs - {"attention_mask", "input_ids", "use_cache"}:
-            return None
+            return False
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
-            return None
-        mask: torch.Tensor | None = kwargs.get("attention_mask")
-        if mask is None:
-            padding = self._option("pad_token_id", config, kwargs)
-            return torch.ones_like(ids) if padding is None or not bool((ids == padding).any()) else None
-        is_mask = mask.shape == ids.shape and bool(((mask == 0) | (mask == 1)).all())
-        return mask if is_mask and not has_padding_behind(mask) else None
+            return False
+        is_mask = isinstance(mask, torch.Tensor) and mask.shape == ids.shape and bool(((mask == 0) | (mask == 1)).all())
+        return is_mask and not has_padding_behind(mask)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _prefill(self, cache: PagedCache, ids: torch.Tensor, mask: torch.Tensor, config: Any, kwargs: Any) -> None:

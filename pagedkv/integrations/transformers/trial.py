@@ -38,7 +38,7 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
 
     Raises: InvalidRequest if the model computes something else either way; its message has the reason
     """
-    with torch.no_grad(), _without_dropout(model):
+    with torch.no_grad(), _plain(model):
         with refused_if_it_fails(config, "it computes no padded prompt with a DynamicCache"):
             caches = (DynamicCache(config=config), DynamicCache(config=config))
             expected = torch.cat([_logits(model, caches[0], parts=1), _unmasked(model, caches[1], parts=1)])
@@ -67,12 +67,19 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
 
 
 @contextmanager
-def _without_dropout(model: Any) -> Iterator[None]:
+def _plain(model: Any) -> Iterator[None]:
+    """Let `model` compute without dropout, and without weights of attention, for which K and V are gathered."""
     training = [module for module in model.modules() if module.training]
+    config = model.config.get_text_config(decoder=True)
+    returns_weights = getattr(config, "output_attentions", False)
     model.eval()
+    if returns_weights:
+        config.output_attentions = False
     try:
         yield
     finally:
+        if returns_weights:
+            config.output_attentions = returns_weights
         for module in training:
             module.training = True
 

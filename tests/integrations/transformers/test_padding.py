@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import PagedCache, Patched, patch
@@ -174,6 +174,30 @@ def test_keys_and_values_lie_in_columns_of_the_host(llama: Any) -> None:
     handle.unpatch()
 
 
+@pytest.mark.parametrize("kv_dtype", ["int4", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "falcon"])
+@torch.no_grad()
+def test_pages_of_fewer_bits_are_gathered_in_the_shapes_of_the_host(name: str, kv_dtype: str) -> None:
+    model = model_of(name, num_hidden_layers=2)
+    mask = torch.cat([shown("right", 8, 2, 1), shown("left", 4, 2, 2)], 1)
+    ids, theirs = prompts(12, (0, 0))["input_ids"], DynamicCache(config=model.config)
+    model(ids, attention_mask=mask, **{CACHE: theirs})
+    alone = PagedCache(model.config, memory="1MiB", kv_dtype=kv_dtype)
+    model(ids, attention_mask=mask, **{CACHE: alone})
+    handle = patch(model, memory="16MiB", kv_dtype=kv_dtype)
+    ours = PagedCache(model.config, pool=handle.pool)
+    model(ids, attention_mask=mask, **{CACHE: ours})
+    for cache in (alone, ours):
+        for layer in range(2):
+            for name in ("keys", "values"):
+                found, right = getattr(cache.layers[layer], name), getattr(theirs.layers[layer], name)
+                assert found.shape == right.shape
+                error = (found - right).transpose(1, 2)[mask == 1]
+                assert layer or error.abs().mean() < 0.2 * right.abs().mean()
+        cache.close()
+    handle.unpatch()
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @torch.no_grad()
 def test_masks_that_hide_tokens_of_calls_before_or_lack_columns_are_read_as_by_the_host(name: str) -> None:
@@ -232,6 +256,40 @@ def test_pages_of_tokens_that_saw_another_mask_are_found_by_no_prompt(llama: Any
     assert patched.pool.kv.lookup(ids[0].tolist()) == 16
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # sdpa and eager
+@pytest.mark.parametrize("side", ["left", "right", "middle", "all"])
+@pytest.mark.parametrize("place", ["the call", "a generation config", "the model"])
+def test_a_mask_that_no_one_gives_is_guessed_as_by_the_host(name: str, side: str, place: str) -> None:
+    model = model_of(name, num_hidden_layers=2, **{"sliding_window": WINDOW} if name == "gemma2" else {})
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(2, 99, (2, 40), generator=generator) * shown(side, 40, 2, 4)
+    kinds: list[dict[str, Any]] = [
+        {"pad_token_id": 0},
+        {"pad_token_id": 7},
+        {"pad_token_id": 0, "eos_token_id": [3, 0]},
+    ]
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    for kind in kinds:
+        calls += [(given, kind) for given in (ids, ids.int(), torch.where(ids == 0, 7, ids))]
+
+    def answers() -> Iterator[torch.Tensor]:
+        for given, kind in calls:
+            before = {key: getattr(model.generation_config, key) for key in kind}
+            options = kind if place == "the call" else {}
+            if place == "a generation config":
+                options = {"generation_config": GenerationConfig(**kind)}
+            elif place == "the model":
+                model.generation_config.update(**kind)
+            yield from (model.generate(given, **OPTIONS, **options) for _ in range(2))
+            model.generation_config.update(**before)
+
+    expected = list(answers())
+    handle = patch(model, memory="16MiB")
+    assert equal(list(answers()), expected)
+    assert handle.pool.stats().mapped == 0
+    handle.unpatch()
+
+
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +336,19 @@ def test_a_last_column_that_sees_no_token_is_the_hosts_or_refused(side: str) -> 
         pytest.raises(InvalidRequest, match=r"attention_mask shows no token .* \(padding_side='left'\)"),
     ):
         turns(model, cache, [mask])
+    handle.unpatch()
+
+
+@pytest.mark.parametrize("side", ["right", "all"])
+def test_sinks_take_the_weight_of_a_last_column_that_sees_no_token(side: str) -> None:
+    model = model_of("gpt_oss", num_hidden_layers=2, sliding_window=WINDOW)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 4 if side == "right" else 0 :] = 0
+    expected = turns(model, DynamicCache(config=model.config), [mask, mask])
+    handle = patch(model, memory="16MiB")
+    with PagedCache(model.config, pool=handle.pool) as cache:
+        assert equal(turns(model, cache, [mask, mask]), expected)
+    assert equal(turns(model, None, [mask]), expected[:1])
     handle.unpatch()
 
 

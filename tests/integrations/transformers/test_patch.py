@@ -16,7 +16,7 @@ from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations import transformers as integration
 from pagedkv.integrations.transformers import NAME, PagedCache, Patched, Pool, patch, unpatch
 from pagedkv.integrations.transformers.geometry import CACHE
-from tests.integrations.transformers.families import model_of, prompts
+from tests.integrations.transformers.families import GATHERED, model_of, prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -291,8 +291,6 @@ def test_a_call_that_pages_cannot_serve_is_refused_and_undone(llama: Any, patche
     with torch.no_grad(), PagedCache(llama.config, pool=patched.pool) as cache:
         with pytest.raises(InvalidRequest, match="custom masks"):
             llama(input_ids=inputs["input_ids"], attention_mask=four, past_key_values=cache)
-        with pytest.raises(InvalidRequest, match="no weights"):
-            llama(**inputs, past_key_values=cache, output_attentions=True)
         llama(**inputs, past_key_values=cache)
         one = {"input_ids": torch.ones(2, 1, dtype=torch.long)}
         for columns in (1, 8, 9, 10):
@@ -332,13 +330,36 @@ def test_models_and_options_that_make_no_sense_are_refused(llama: Any, patched: 
         PagedCache(llama.config, size="1GiB")
 
 
-def test_attentions_that_the_config_asks_for_are_refused(llama: Any, patched: Patched, monkeypatch: Any) -> None:
-    monkeypatch.setattr(llama.config, "_attn_implementation_internal", "eager")  # sdpa has none to give
-    monkeypatch.setattr(llama.config, "output_attentions", True)
-    with PagedCache(llama.config, pool=patched.pool) as cache, torch.no_grad():
-        with pytest.raises(InvalidRequest, match="no weights to return; call with output_attentions=False"):
-            llama(**prompts(), past_key_values=cache)
-        llama(**prompts(), past_key_values=cache, output_attentions=False)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("place", ["the call", "the config"])
+def test_attentions_that_are_asked_for_are_the_hosts(name: str, side: str, place: str) -> None:
+    model = model_of(name, num_hidden_layers=2, **{"sliding_window": 16} if name == "mistral" else {})
+    model.set_attn_implementation("eager")  # sdpa has none to give
+    inputs = prompts(20, (0, 9))
+    if side == "right":
+        inputs = {key: value.flip(1) for key, value in inputs.items()}
+    options = OPTIONS | {"return_dict_in_generate": True, "output_attentions": True}
+    if place == "the config":
+        model.config.output_attentions = True
+        options.pop("output_attentions")
+    expected = model.generate(**inputs, **options)
+    handle = patch(model, memory="16MiB")
+    for _ in range(2):
+        found = model.generate(**inputs, **options)
+        assert found.sequences.equal(expected.sequences)
+        steps = zip(found.attentions or (), expected.attentions or (), strict=True)
+        for ours, theirs in [pair for step in steps for pair in zip(*step, strict=True)]:
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert bool(found.attentions) == bool(expected.attentions) == (place == "the call")
+    assert handle.attends_to_pages == (name not in GATHERED)
+    with PagedCache(model.config, pool=handle.pool) as cache, torch.no_grad():
+        weights = [
+            model(**inputs, past_key_values=cache, output_attentions=wanted).attentions for wanted in (False, True)
+        ]
+    assert not (weights[0] or [None])[0]
+    assert weights[1][0].shape[-1] in (40, 35)
+    handle.unpatch()
 
 
 @pytest.mark.parametrize("option", ["prompt_lookup_num_tokens", "use_mtp", "output_hidden_states"])

@@ -88,7 +88,6 @@ def as_bfloat16(handle: Patched) -> Any:
 
 FOUR: Final = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
 IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
-    "`output_attentions`": (lambda one: forward(one, output_attentions=True), "no weights to return"),
     "masks of four dimensions": (lambda one: forward(one, attention_mask=FOUR), "custom masks need another cache"),
     "a dict of masks": (
         lambda one: forward(one, attention_mask={"full_attention": FOUR}), "custom masks need another cache",
@@ -96,6 +95,7 @@ IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
     "a mask that shows columns of padding": (
         lambda one: second(one, attention_mask=torch.ones(2, 9)), "were padding in the calls before",
     ),
+    "no mask": (second, "the cache holds padding and the call has no attention_mask"),
     "other rows than the cache has": (
         lambda one: second(one, input_ids=torch.ones(3, 1, dtype=torch.long)), "the batch has 3 rows and the cache 2",
     ),
