@@ -328,8 +328,10 @@ class Patched:
 
     def _option(self, name: str, config: Any, kwargs: dict[str, Any]) -> Any:
         """Return an option of a call of generate(): of the call, else of its generation config, else the model's."""
-        places = (kwargs.get(name), getattr(config, name, None), getattr(self.model.generation_config, name, None))
-        return next((value for value in places if value is not None), None)
+        if name in kwargs:
+            return kwargs[name]  # the host lets None replace the value of a config
+        value = getattr(config, name, None)
+        return getattr(self.model.generation_config, name, None) if value is None else value
 
     def _mask_of(self, ids: Any, config: Any, kwargs: dict[str, Any]) -> Any:
         """Return the mask of a call of generate(): the one given, or else the host's guess. None for other inputs."""

@@ -264,10 +264,8 @@ def test_a_mask_that_no_one_gives_is_guessed_as_by_the_host(name: str, side: str
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(2, 99, (2, 40), generator=generator) * shown(side, 40, 2, 4)
     kinds: list[dict[str, Any]] = [
-        {"pad_token_id": 0},
-        {"pad_token_id": 7},
-        {"pad_token_id": 0, "eos_token_id": [3, 0]},
-    ]
+        {"pad_token_id": 0}, {"pad_token_id": 7}, {"pad_token_id": None}, {"pad_token_id": 0, "eos_token_id": [3, 0]},
+    ]  # fmt: skip
     calls: list[tuple[Any, dict[str, Any]]] = []
     for kind in kinds:
         calls += [(given, kind) for given in (ids, ids.int(), torch.where(ids == 0, 7, ids))]
