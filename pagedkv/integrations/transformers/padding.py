@@ -28,8 +28,8 @@ def computes_padding(mask: torch.Tensor, width: int) -> bool:
 
 
 def windows_agree(mask: torch.Tensor, width: int, windows: Iterable[int | None]) -> bool:
-    """Return whether each of the last `width` columns sees the same tokens through a window of tokens as through a window
-    of columns.
+    """Return whether each of the last `width` columns sees the same tokens through a window of tokens as through a
+    window of columns.
     """
     sizes = {size for size in windows if size is not None}
     if not sizes or not has_padding_behind(mask):
