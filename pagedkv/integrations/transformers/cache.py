@@ -400,7 +400,7 @@ class PagedCache(Cache):
         most = seen if counts is None else int(counts.max())
         rows, dtype = len(self.holdings.spaces), getattr(torch, spec.dtype)
         k = torch.empty(rows, spec.num_kv_heads, most, spec.head_dim, dtype=dtype, device=kv.device)
-        v = torch.empty(rows, spec.num_kv_heads, most, spec.head_dim_v, dtype=dtype, device=kv.device)
+        v = torch.empty(rows, spec.num_kv_heads, most, spec.value_dim, dtype=dtype, device=kv.device)
         first = batch.seq_lens - (seen if counts is None else counts)
         gather_kv(kv[place], batch, first, (k.transpose(1, 2), v.transpose(1, 2)))
         return (k, v) if real is None else (spread(k, real), spread(v, real))
