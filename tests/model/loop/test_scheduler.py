@@ -139,7 +139,7 @@ def test_prompts_that_arrive_together_compute_their_prefix_once(
     assert idle(engine)
 
 
-@pytest.mark.parametrize(("common", "waits"), [(32, False), (48, True)])
+@pytest.mark.parametrize(("common", "waits"), [(16, False), (32, True)])
 def test_a_prompt_waits_only_if_that_saves_more_than_a_step(
     common: int, waits: bool, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
