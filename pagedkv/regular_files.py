@@ -150,22 +150,22 @@ class Lock:
     __del__ = release
 
 
-def write(path: Path, content: bytes, *, beside: Path, durable: bool = True) -> None:
-    """Write a new private file `beside` and rename it to `path`. A link there is replaced; no reader sees a part.
+def write(path: Path, content: bytes, *, part: Path, durable: bool = True) -> None:
+    """Write a new private file `part` and rename it to `path`. A link there is replaced. No reader sees a half.
 
     durable: whether file and folder reach the disk before this returns.
     Raises:  OSError; then there is no new file
     """
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(part, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
     if durable:
         _flush(path.parent)

@@ -157,7 +157,7 @@ def test_what_is_made_is_for_this_user_alone_whatever_the_umask(
         replace(beside, path)
 
     monkeypatch.setattr(os, "replace", renamed)
-    regular_files.write(folder / "written", PRECIOUS, beside=folder / "beside")
+    regular_files.write(folder / "written", PRECIOUS, part=folder / "beside")
     assert modes(tmp_path) == {"files": {0o600}, "folders": {0o700}}
 
 
@@ -174,10 +174,10 @@ def test_a_file_is_written_in_place_of_what_is_there_and_never_through_it(kind: 
     other = plant(kind, path)
     if kind == "a folder":
         with pytest.raises(OSError, match="directory"):
-            regular_files.write(path, b"new", beside=tmp_path / "beside")
+            regular_files.write(path, b"new", part=tmp_path / "beside")
         assert not (tmp_path / "beside").exists()
         return
-    regular_files.write(path, b"new", beside=tmp_path / "beside")
+    regular_files.write(path, b"new", part=tmp_path / "beside")
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
     assert other == path or other.read_bytes() == PRECIOUS
@@ -187,7 +187,7 @@ def test_a_file_is_written_in_place_of_what_is_there_and_never_through_it(kind: 
 def test_a_name_beside_that_is_taken_is_an_error(kind: str, tmp_path: Path) -> None:
     other = plant(kind, tmp_path / "beside")
     with pytest.raises(FileExistsError):
-        regular_files.write(tmp_path / "file", b"new", beside=tmp_path / "beside")
+        regular_files.write(tmp_path / "file", b"new", part=tmp_path / "beside")
     assert not (tmp_path / "file").exists()
     assert other.read_bytes() == PRECIOUS
 

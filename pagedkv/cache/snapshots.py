@@ -257,7 +257,7 @@ def _tensors(cache: Cache, part: list[Page], tenants: list[bytes], salts: list[S
 
 
 def _write(path: Path, content: bytes, draw: str) -> None:
-    regular_files.write(path, content, beside=path.with_name(f"pagedkv-{draw}-{path.name}.part"))
+    regular_files.write(path, content, part=path.with_name(f"pagedkv-{draw}-{path.name}.part"))
 
 
 def load(cache: Cache, folder: Path, model: str, key: bytes | None) -> Restored:

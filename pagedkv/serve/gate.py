@@ -146,14 +146,14 @@ class Gate:
         """
         if self.is_draining:
             raise _Refused(503, "the server ends and takes no new request; send it to another one", "server_error")
-        number, whose, shares = self.num_inside, "of this server", self._rules.shares
+        number, owner, shares = self.num_inside, "of this server", self._rules.shares
         if number < self._rules.max_requests or (shares is not None and shares.has_none(tenant)):
             if shares is None or (place := shares.enter(tenant)) is not None:
                 return None if shares is None else place
-            number, whose = shares.running + shares.waiting, "of a key"
+            number, owner = shares.running + shares.waiting, "of a key"
         raise _Refused(
             429,
-            f"{number} requests run or wait already, the limit {whose}; send it again later",
+            f"{number} requests run or wait already, the limit {owner}; send it again later",
             "rate_limit_error",
             "rate_limit_exceeded",
         )

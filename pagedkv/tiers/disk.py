@@ -160,9 +160,9 @@ class DiskTier(SlotTier):
             return None
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
-        beside = self._path("json.part")
-        beside.unlink(missing_ok=True)  # it may be a link to a file of someone else
-        regular_files.write(self._path("json"), json.dumps(facts).encode(), beside=beside, durable=False)
+        part = self._path("json.part")
+        part.unlink(missing_ok=True)  # it may be a link to a file of someone else
+        regular_files.write(self._path("json"), json.dumps(facts).encode(), part=part, durable=False)
 
     def _open(self, num_slots: int, is_known: bool) -> None:
         """Open the files; begin them anew unless they are those of an earlier tier like this one."""

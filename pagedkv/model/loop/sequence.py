@@ -32,7 +32,7 @@ class SequenceState:
     rules:     the rules that edit this sequence's logits, or None
     space:     None while the sequence waits, unless it was preempted and has kept pages
     fetch:     the pages that come up from tiers below the pool while it waits; None if they were not asked for
-    awaited:   while it waits, the running sequence whose pages it waits for, and the length that it then finds
+    awaited:   while it waits, the running sequence that computes its next pages, and the length that it then finds
     num_drawn: the number of tokens drawn from `generator` so far
     ended:     the reason for which the output has ended, until a validator has judged it; "" before
     """

@@ -243,7 +243,7 @@ class ObjectClient:
             return
         file = self._folder / path
         regular_files.make_folder(file.parent)
-        regular_files.write(file, content, beside=file.with_name(f".{file.name}"), durable=False)
+        regular_files.write(file, content, part=file.with_name(f".{file.name}"), durable=False)
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See Client.delete. Records of other processes are only forgotten here. A failed deletion is tried again."""

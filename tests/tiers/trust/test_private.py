@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 
 import pytest
 
@@ -40,11 +41,12 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_files_of_a_tier_are_for_this_user_alone_whatever_the_umask(
     kind: str, umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace = os.replace
+    replace, one_at_a_time = os.replace, Lock()  # another thread of the tier would rename a file while modes looks
 
-    def renamed(beside: Path, path: Path) -> None:
-        assert modes(tmp_path)["files"] == {0o600}, "before a file has its name, too"
-        replace(beside, path)
+    def renamed(part: Path, path: Path) -> None:
+        with one_at_a_time:
+            assert modes(tmp_path)["files"] == {0o600}, "before a file has its name, too"
+            replace(part, path)
 
     monkeypatch.setattr(os, "replace", renamed)
     tier = MAKES[kind](tmp_path)
