@@ -61,7 +61,7 @@ class PagedCache(Cache, AbstractContextManager):
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         if self.step is None:
             raise RuntimeError("call the model that connect() was given, not a part of it: its hooks plan the step")
-        write_kv(k, v, self.pool[layer_idx], self.step[0][layer_idx])
+        write_kv(as_tokens(k), as_tokens(v), self.pool[layer_idx], self.step[0][layer_idx])
         k.cache = self  # for `attention`
         return k, v
 
@@ -108,6 +108,11 @@ class PagedCache(Cache, AbstractContextManager):
         self.reset()
 
 
+def as_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return [B, heads, L, D] as the kernels read it, [B * L, heads, D]: a view of what models make."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 def attention(module: Any, q: Any, k: Any, v: Any, mask: None, scaling: Any = None, **options: Any) -> tuple[Any, None]:
     """Return out [B, L, H, D] of q [B, H, L, D]: the function that models call by the name in their config."""
     cache = getattr(k, "cache", None)
@@ -116,10 +121,10 @@ def attention(module: Any, q: Any, k: Any, v: Any, mask: None, scaling: Any = No
         raise NotImplementedError(f"{what}; pass {CACHE}=PagedCache(pool), or set another attn_implementation")
     layer = module.layer_idx
     out = paged_attention(
-        q, cache.pool[layer], cache.step[0][layer], scale=scaling, softcap=options.get("softcap") or 0.0,
+        as_tokens(q), cache.pool[layer], cache.step[0][layer], scale=scaling, softcap=options.get("softcap") or 0.0,
         window=cache.pool.specs[cache.pool.layer_groups[layer]].window, sinks=options.get("s_aux"),
     )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+    return out.view(q.shape[0], q.shape[2], *out.shape[1:]), None
 
 
 def no_mask(*_: Any, allow_is_causal_skip: bool = True, **__: Any) -> None:
