@@ -3,7 +3,6 @@
     0    done
     1    a line of a .jsonl failed, the others are done
     2    bad input: one line on stderr, "pagedkv: error: ...", for any file or option
-    3    another process that shares the model has ended (torchrun)
     130  Ctrl-C
 
 A traceback means a bug in pagedkv. `pagedkv/__main__.py` has the statuses of a process whose stdout fails.
@@ -14,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import typer
 
@@ -24,11 +23,7 @@ from pagedkv.cli import options
 from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs import prompts, shaping
-from pagedkv.distributed import launch
-from pagedkv.errors import InvalidRequest, PagedKVError, RankLost
-
-if TYPE_CHECKING:
-    from pagedkv.distributed.ranks import Ranks
+from pagedkv.errors import InvalidRequest, PagedKVError
 
 app: Final = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -37,15 +32,14 @@ app: Final = typer.Typer(
 app.add_typer(benchmarks, name="bench")
 
 BAD_INPUT: Final = 2
-LOST: Final = 3
 
-SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams best_of logprobs
+SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams logprobs
 repetition_penalty frequency_penalty presence_penalty""".split()
 LOADING: Final = (
     "dtype weights device kv_dtype block_size num_frames memory tiers kernels speculate window sinks".split()
 )
 LIMITS: Final = ("max_sequences", "prefill_chunk")
-REST: Final = ("biases", "num_samples", "tenant", "as_json", "trace", "top")
+REST: Final = ("biases", "num_samples", "tenant", "as_json", "trace")
 """Options of `generate` by the same names: SamplingParams, Engine.load, Limits, and other fields of Arguments."""
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
@@ -84,7 +78,6 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     presence_penalty: options.PresencePenalty = 0.0,
-    best_of: options.BestOf = None,
     num_beams: options.NumBeams = 1,
     seed: options.Seed = None,
     stop: options.Stop = None,
@@ -108,21 +101,9 @@ def generate(
     tenant: options.Tenant = "",
     speculate: options.Speculate = None,
     trace: options.Trace = None,
-    top: options.Top = False,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
-    given, place = _checked(locals()), launch.place()
-    if place is None:
-        return _generate(given)
-    launch.silence_torch()
-    from pagedkv.distributed.run import on_each  # torch
-
-    folder = None if model is None else hub.find(model)
-    return on_each(place, folder, given["loading"], lambda ranks: _generate(given, ranks))
-
-
-def _generate(given: dict[str, Any], ranks: Ranks | None = None) -> int:
-    """Run `generate` with its options. ranks: the processes that share the model, of which this is the first."""
+    given = _checked(locals())
     variables = prompts.variables(given["template_var"] or ())
     templating = prompts.Templating(given["chat"], given["system"], variables)
     source = prompts.read(given["prompt"], given["prompt_file"], given["dash"], templating)
@@ -136,9 +117,7 @@ def _generate(given: dict[str, Any], ranks: Ranks | None = None) -> int:
         from pagedkv.cli import conversation  # torch, while other processes compile
         from pagedkv.cli.generate import Arguments, run
 
-        args = Arguments(
-            source, templating, folder, sampling, loading=given["loading"], limits=limits, ranks=ranks, **rest
-        )
+        args = Arguments(source, templating, folder, sampling, loading=given["loading"], limits=limits, **rest)
         return conversation.hold(args, screen) if source.talk else run(args, screen)
 
 
@@ -197,7 +176,6 @@ def serve(
     prefill_chunk: options.PrefillChunk = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
-    launch.require_one_process("serve")
     loading = _loading(locals())
     from pagedkv.cli.serve import Arguments, run
 
@@ -207,34 +185,6 @@ def serve(
     listening |= {"events": kv_events, "events_replay": kv_events_replay, "events_topic": kv_events_topic}
     listening |= {"max_prompt": max_prompt, "key_share": key_share, "shared_priorities": shared_priorities}
     return run(Arguments(model, host, port, name, api_key, api_keys, max_body, listening, limits, loading))
-
-
-@app.command()
-def prefill(
-    listen: options.PrefillListen,
-    model: options.Model = None,
-    weights: options.Weights = None,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = None,
-    block_size: options.BlockSize = 16,
-    num_frames: options.NumFrames = None,
-    memory: options.Memory = None,
-    tier: options.Tiers = None,
-    kv_dtype: options.KvDtype = None,
-    kernels: options.Kernels = "auto",
-    window: options.SeenWindow = None,
-    sinks: options.Sinks = 0,
-    max_sequences: options.MaxSequences = 256,
-    prefill_chunk: options.PrefillChunk = 512,
-) -> int:
-    """Compute prompts for processes that answer them: generate and serve with --tier prefill:HOST:PORT."""
-    launch.require_one_process("prefill")
-    loading = _loading(locals())
-    from pagedkv.cli.serve import PrefillArguments
-    from pagedkv.cli.serve import prefill as run
-
-    limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}
-    return run(PrefillArguments(tuple(listen), model, limits, loading))
 
 
 @app.command()
@@ -309,29 +259,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def invoke(argv: list[str] | None = None) -> int:
-    """Run `pagedkv` with `argv` (None: this process's arguments) and return a status listed in the file head.
-
-    Of several ranks only the first one prints text, and the first one of each machine prints refusals. Each rank says
-    that another one is lost.
-    """
+    """Run `pagedkv` with `argv` (None: this process's arguments) and return a status listed in the file head."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without some character must not stop the run
-    is_silent = False
     try:
         _check_environment()
-        is_silent = not launch.prints_refusals()
-        if launch.is_follower():
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
         return app(argv, prog_name="pagedkv", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except RankLost as error:
-        complain(str(error))
-        return LOST
     except (ShellError, PagedKVError) as error:
-        if not is_silent:
-            complain(error.format_message() if isinstance(error, ShellError) else str(error))
-    return BAD_INPUT
+        complain(error.format_message() if isinstance(error, ShellError) else str(error))
+        return BAD_INPUT
 
 
 def _check_environment() -> None:

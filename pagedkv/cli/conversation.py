@@ -8,9 +8,8 @@ Each turn submits the whole history again. Its pages are in the prefix cache, so
 and those tokens before it that lie in a page that is not full.
 
 Ctrl-C ends a reply and not the process: a flag is set, and the step under way goes on to its end. The part that was
-made stays in the history, unless it was to be chosen among others (--best-of). A second Ctrl-C in the same step ends
-the process. At the prompt Ctrl-C drops the line, and Ctrl-D ends the conversation. Of several ranks Ctrl-C ends all:
-torchrun ends with it, and would kill them half a minute later.
+made stays in the history. A second Ctrl-C in the same step ends the process. At the prompt Ctrl-C drops the line, and
+Ctrl-D ends the conversation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from pagedkv.checkpoint.records import DEMO_PROMPT
+from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.generate import Arguments, load, token_ids
 from pagedkv.cli.inputs.shaping import with_ids
@@ -42,7 +41,6 @@ with suppress(ImportError):
 PROMPT: Final = "> "
 RESET: Final = "/reset"
 HELP: Final = f"{RESET} forgets the conversation, Ctrl-C ends a reply, Ctrl-D ends the conversation"
-HELP_OF_RANKS: Final = f"{RESET} forgets the conversation, Ctrl-C or Ctrl-D ends it"
 
 DEMO_PAGE, _, DEMO_QUESTION = DEMO_PROMPT.rpartition("\n")
 """The system message of the bundled checkpoint, if the user gives none: it answers questions about records."""
@@ -52,23 +50,19 @@ class CtrlC:
     """The handler of SIGINT during a conversation: an exception at the prompt, else a flag; the second time, as before.
 
     Numba's functions must not be interrupted, so no exception is raised in a step.
-    is_left: whether the handler stays as it was, so that Ctrl-C ends the process.
     """
 
-    def __init__(self, *, is_left: bool = False) -> None:
-        self.is_left: bool = is_left
+    def __init__(self) -> None:
         self.came: bool = False
         self.is_at_prompt: bool = False
         self._before: Any = signal.SIG_DFL
 
     def __enter__(self) -> CtrlC:
-        if not self.is_left:
-            self._before = signal.signal(signal.SIGINT, self._handle)
+        self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.is_left:
-            signal.signal(signal.SIGINT, self._before)
+        signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_at_prompt:
@@ -84,14 +78,14 @@ def hold(args: Arguments, screen: Console) -> int:
 
     Raises: PagedKVError before the first prompt, as for a checkpoint without a chat template
     """
-    if args.as_json or args.top or args.num_samples > 1 or args.sampling["logprobs"] is not None:
-        raise InvalidRequest("a conversation has one reply, no --json and no --top; give a prompt, or a .jsonl")
+    if args.as_json or args.num_samples > 1 or args.sampling["logprobs"] is not None:
+        raise InvalidRequest("a conversation has one reply, and no --json; give a prompt, or a .jsonl")
     params = SamplingParams(**args.sampling)
     engine = load(args, screen)
     params = replace(params, logit_bias=with_ids(args.biases, engine.tokenizer))
     talk = Conversation(engine, args, params, screen)
     talk.begin()
-    with engine, traced(engine, args.trace), CtrlC(is_left=args.ranks is not None) as ctrl_c:
+    with engine, traced(engine, args.trace), CtrlC() as ctrl_c:
         while (line := _line(ctrl_c, screen)) is not None:
             if line == RESET:
                 talk.reset()
@@ -109,8 +103,6 @@ def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
     try:
         return _typed(ctrl_c).strip()
     except KeyboardInterrupt:
-        if ctrl_c.is_left:
-            raise
         screen.print()
         return ""
     except UnicodeDecodeError as error:
@@ -153,7 +145,7 @@ class Conversation:
 
     def help(self) -> None:
         """Tell what the user can do."""
-        self.say(HELP if self._args.ranks is None else HELP_OF_RANKS)
+        self.say(HELP)
 
     def say(self, text: str) -> None:
         """Print a dim text to the terminal."""
@@ -183,10 +175,7 @@ class Conversation:
             return complain(f"{error}; {RESET} forgets the conversation")
         while not request.finished:
             if ctrl_c.came:
-                is_hidden = request.is_choosing
                 self._engine.cancel(request)
-                if is_hidden:
-                    return self.say("stopped before the best reply was chosen; the history is as before")
             else:
                 self._engine.step()
         (reply,) = request.completions

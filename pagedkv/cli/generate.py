@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,7 +28,6 @@ from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
 from pagedkv.cli.inputs.shaping import Biases, with_ids
-from pagedkv.cli.top import Top, require_terminal
 from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
@@ -36,20 +35,12 @@ from pagedkv.model.request import Completion, Request
 from pagedkv.model.scheduler import Limits
 from pagedkv.sampling.params import GRAMMARS, SamplingParams
 
-if TYPE_CHECKING:
-    from pagedkv.distributed.ranks import Ranks
-
-
-PREFILL_S: Final = 10.0
-"""Seconds that a run waits for the processes that compute its prompts."""
-
 
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load.
 
     biases: logit_bias, some of it by the texts of tokens.
-    ranks: the processes that share the model, of which this is the first; None if it is alone.
     """
 
     source: Source
@@ -63,8 +54,6 @@ class Arguments:
     tenant: str
     as_json: bool
     trace: Path | None
-    top: bool = False
-    ranks: Ranks | None = None
 
     @property
     def tenant_name(self) -> bytes:
@@ -98,10 +87,8 @@ def run(args: Arguments, screen: Console) -> int:
     Returns: 1 if some lines of a .jsonl failed, 0 if none did.
     Raises: PagedKVError; for bad input, before anything is printed. Of a .jsonl, only if no line can be used
     """
-    if args.top:
-        require_terminal(screen)
     printer = None if args.source.many or args.as_json else SamplePrinter(args.num_samples)
-    tasks, engine = _submitted(args, screen, None if args.top else printer)
+    tasks, engine = _submitted(args, screen, printer)
     with engine:
         return _run(args, screen, tasks, engine, printer)
 
@@ -111,19 +98,16 @@ def _run(args: Arguments, screen: Console, tasks: list[Entry], engine: Engine, p
     if args.source.demo and not args.as_json:
         screen.print(Text(args.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
         screen.print()
-    if printer and not args.top:
+    if printer:
         printer.begin()
     waiting = sum(bool(task.request) for task in tasks) * args.num_samples
     shown = args.source.many and screen.is_terminal
-    bar = Top(screen, engine) if args.top else ProgressBar(screen, waiting, shown=shown)
+    bar = ProgressBar(screen, waiting, shown=shown)
     with traced(engine, args.trace), bar:
         for task in tasks:
             while task.request and not task.request.finished:
                 bar.advance(engine.step())
             _show(task, engine, bar, args)
-    if printer and args.top and tasks[0].request:
-        printer.begin()
-        printer(tasks[0].request.completions[0], "")
     done = [task.request for task in tasks if task.request and not task.error]
     if done and not args.as_json:
         if printer:
@@ -132,7 +116,7 @@ def _run(args: Arguments, screen: Console, tasks: list[Entry], engine: Engine, p
     return int(any(task.error for task in tasks))
 
 
-def _show(task: Entry, engine: Engine, bar: ProgressBar | Top, args: Arguments) -> None:
+def _show(task: Entry, engine: Engine, bar: ProgressBar, args: Arguments) -> None:
     """Print the result of one prompt; an error of many goes to stderr too.
 
     Raises: InvalidRequest if the only request ended with an error: its checkpoint may hold weights that are no numbers
@@ -196,23 +180,8 @@ def _require_one(tasks: list[Entry]) -> None:
 def load(args: Arguments, screen: Console) -> Engine:
     """Load the engine of a run, under a spinner if `screen` is a terminal."""
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-        where, limits = device(args.loading["device"]), Limits(**args.limits)
-        if args.ranks is None:
-            engine = Engine.load(args.model, limits=limits, **{**args.loading, "device": where})
-            _await_prefills(engine)
-            return engine
-        from pagedkv.distributed import leader
-
-        options = {name: value for name, value in args.loading.items() if name not in ("device", "tiers")}
-        return leader.load(args.ranks, args.model, limits=limits, **options)
-
-
-def _await_prefills(engine: Engine) -> None:
-    """Wait until the processes that compute prompts are there. Without one, all prompts are computed here."""
-    for tier in engine.cache.tiers.tiers:
-        if tier.max_prompts and not tier.wait(PREFILL_S):
-            where = f"pagedkv: no prefill process within {PREFILL_S:g} s; prompts are computed here"
-            print(where, file=sys.stderr, flush=True)
+        loading = {**args.loading, "device": device(args.loading["device"])}
+        return Engine.load(args.model, limits=Limits(**args.limits), **loading)
 
 
 def token_ids(messages: list[dict[str, Any]], templating: Templating, tokenizer: Tokenizer) -> list[int]:

@@ -47,8 +47,6 @@ Trace = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the lives of all requests there, for Perfetto.")
 ]
 
-Top = Annotated[bool, typer.Option("--top", help="Show the pool as a map of frames meanwhile, on a terminal.")]
-
 # generate: the chat template
 
 Chat = Annotated[
@@ -116,7 +114,7 @@ Tiers = Annotated[
     typer.Option(
         "--tier",
         metavar="TIER",
-        help="Under the pool: host:SIZE, disk:SIZE:FOLDER, a shared store, prefill:HOST:PORT; again, fastest first.",
+        help="Under the pool: host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -126,9 +124,6 @@ FrequencyPenalty = Annotated[
 ]
 PresencePenalty = Annotated[
     float, typer.Option(metavar="P", help="Once, if a token is in the output; 0 is off.", rich_help_panel=_SAMPLING)
-]
-BestOf = Annotated[
-    int | None, typer.Option(metavar="N", help="Draw N samples, show the likeliest.", rich_help_panel=_SAMPLING)
 ]
 NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
 Speculate = Annotated[
@@ -225,16 +220,6 @@ ServeBody = Annotated[str, typer.Option(metavar="SIZE", help="Of a request, at m
 ServeDrain = Annotated[
     int,
     typer.Option(metavar="N", min=0, help="Seconds for running requests after SIGTERM.", rich_help_panel=_CLIENTS),
-]
-
-# prefill
-
-PrefillListen = Annotated[
-    list[str],
-    typer.Option(
-        metavar="HOST:PORT",
-        help="Where a decode process finds this one; again for more of them. nixl:HOST:PORT: by NIXL.",
-    ),
 ]
 
 # fit

@@ -52,7 +52,6 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
     speculation, acceptance and tokens_per_pass are figures of the whole run, too.
     """
     guess, spent, params = engine.speculation, completion.latency, completion.request.params
-    is_ranked = params.num_beams > 1 or (params.best_of or 0) > len(completion.request.completions)
     usage = {
         "prompt_tokens": len(completion.request.prompt_ids),
         "completion_tokens": len(completion.token_ids),
@@ -65,7 +64,7 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         **({"logprobs": _logprobs(completion)} if completion.logprobs else {}),
         **({"error": completion.error} if completion.error else {}),
-        **({"score": round(completion.score, 6)} if is_ranked and isfinite(completion.score) else {}),
+        **({"score": round(completion.score, 6)} if params.num_beams > 1 and isfinite(completion.score) else {}),
         "usage": usage,
         "ttft_ms": _ms(completion.ttft_s),
         "latency_ms": {name: _ms(seconds) for name, seconds in phases.items()},

@@ -1,14 +1,8 @@
-"""`pagedkv serve` and `pagedkv prefill`: the options become an engine, and addresses where others find it.
-
-serve      for clients: pagedkv/serve/process.py serves. No HTTP here
-prefill    for processes that decode: pagedkv/model/prefills.py computes their prompts
-"""
+"""`pagedkv serve`: the options become an engine and a bound socket; pagedkv/serve/process.py serves. No HTTP here."""
 
 from __future__ import annotations
 
-import signal
 import socket
-import threading
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,7 +20,6 @@ NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
 NEEDED_BY_EVENTS: Final = ("zmq", "msgspec")
 EVENTS: Final = 1 << 16
 """KV events that are kept until they are published."""
-ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -78,47 +71,6 @@ def run(args: Arguments) -> int:
                 engine.close()
 
 
-@dataclass(frozen=True)
-class PrefillArguments:
-    """The arguments of one run of `prefill`. listen: addresses. limits: of Limits. loading: options of Engine.load."""
-
-    listen: tuple[str, ...]
-    model: str | None
-    limits: dict[str, Any]
-    loading: dict[str, Any]
-
-
-def prefill(args: PrefillArguments) -> int:
-    """Compute prompts for others until SIGINT or SIGTERM. Returns: the status of the process. Raises: PagedKVError"""
-    folder, ended = None if args.model is None else hub.find(args.model), threading.Event()
-    from pagedkv.cli.compiling import announced  # numba
-
-    with announced(quiet=False) as screen:
-        from pagedkv.cli.generate import device  # torch, while other processes compile
-        from pagedkv.model import Engine, Limits, serve_prefills
-        from pagedkv.model.prefills import network_address, servers_at
-
-        servers = servers_at(args.listen)
-        for address in args.listen:
-            host, _, port = network_address(address).rpartition(":")
-            bound(host.strip("[]"), int(port), "--listen").close()
-        loading = {**args.loading, "device": device(args.loading["device"])}
-        loading["tiers"] = [*loading["tiers"], *servers]
-        with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-            engine = Engine.load(folder, limits=Limits(**args.limits), **loading)
-        before = {number: signal.signal(number, lambda *_: ended.set()) for number in ENDING}
-        try:
-            with engine:
-                screen.print(f"computing prompts for {', '.join(args.listen)}; Ctrl-C ends it", highlight=False)
-                serve_prefills(engine, servers, until=ended.is_set)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        sent = sum(server.stats().stored for server in servers)
-        screen.print(f"{engine.stats().computed_tokens:,} tokens computed, {sent:,} pages sent", highlight=False)
-    return 0
-
-
 def _require_events(listening: dict[str, Any]) -> None:
     """Raise InvalidRequest if KV events are asked for in part, or their packages are missing."""
     if listening["events"] is None:
@@ -140,7 +92,7 @@ def keys_of(args: Arguments) -> ApiKeys | None:
     return ApiKeys.read(args.api_keys)
 
 
-def bound(host: str, port: int, options: str = "--host or --port") -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound, and does not listen yet. Raises: InvalidRequest"""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -149,5 +101,5 @@ def bound(host: str, port: int, options: str = "--host or --port") -> socket.soc
         sock.bind(address)
     except (OSError, UnicodeError) as error:  # the latter for names with empty or long parts
         reason = getattr(error, "strerror", None) or "this is no name of a host"
-        raise InvalidRequest(f"cannot listen on {host}:{port}: {reason}; give another {options}") from None
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from None
     return sock

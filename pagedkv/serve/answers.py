@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 
 def usage(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the tokens of all requests; those of a prompt count once for all of its samples.
-
-    Candidates that were not chosen (best_of) count, too.
-    """
+    """Return the tokens of all requests; those of a prompt count once for all of its samples."""
     prompt = sum(len(request.prompt_ids) for request in requests)
     made = sum(len(completion.token_ids) for request in requests for completion in request.completions)
-    made += sum(request.num_dropped_tokens for request in requests)
     cached = sum(request.completions[0].cached_tokens for request in requests)
     return {
         "prompt_tokens": prompt,

@@ -120,7 +120,7 @@ class Routes:
         options: dict[str, Any] = {"num_samples": body.n or 1, "priority": body.priority or 0}
         options["tenant"] = getattr(request.state, "tenant", b"")  # without a gate all are one tenant
         if place is not None:
-            turn = asyncio.ensure_future(place.begin(len(prompts) * body.num_drawn, options["priority"]))
+            turn = asyncio.ensure_future(place.begin(len(prompts) * (body.n or 1), options["priority"]))
             if not await _ended(turn, request):
                 return Response(status_code=GONE)
             options["priority"] = turn.result()
@@ -143,11 +143,11 @@ class Routes:
         fit = _most_tokens(self._engine, 0) - 1  # one is left for the output
         prompts = body.prompts(self._engine.tokenizer, min(fit, self._service.max_prompt or fit))
         longest = max(map(len, prompts))
-        limits, num_outputs = self._engine.scheduler.limits, len(prompts) * body.num_drawn
+        limits, num_outputs = self._engine.scheduler.limits, len(prompts) * (body.n or 1)
         if num_outputs > most:
             raise InvalidRequest(
                 f"the body asks for {num_outputs} outputs, this server computes {most} at once for a client; "
-                "send fewer prompts, or a smaller n or best_of"
+                "send fewer prompts, or a smaller n"
             )
         if limits.max_waiting is not None and len(prompts) > limits.max_waiting:
             raise InvalidRequest(

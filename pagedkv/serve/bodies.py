@@ -219,11 +219,6 @@ class Body(Asked):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
     @property
-    def num_drawn(self) -> int:
-        """The outputs that are drawn for each prompt."""
-        return self.n or 1
-
-    @property
     def num_alternatives(self) -> int | None:
         """The number of likeliest tokens to tell at each place; None for no log-probabilities."""
         return None
@@ -256,7 +251,6 @@ class CompletionBody(Body):
 
     nothing: ClassVar[Values] = {**NOTHING, "add_special_tokens": (True,)}
 
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     prompt: Annotated[
         Annotated[str, Tag(TEXT)]
         | Annotated[list[str], Field(min_length=1, max_length=256, fail_fast=True), Tag(LIST)]
@@ -267,11 +261,6 @@ class CompletionBody(Body):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
-    def num_drawn(self) -> int:
-        """The outputs that are drawn for each prompt."""
-        return max(super().num_drawn, self.best_of or 1)
-
-    @property
     def num_alternatives(self) -> int | None:
         """The number of likeliest tokens to tell at each place; None for no log-probabilities."""
         return self.logprobs
@@ -280,17 +269,6 @@ class CompletionBody(Body):
     def most_tokens(self) -> int | None:
         """The most tokens of output."""
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-
-    def shape(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that only one kind of body has."""
-        best_of, num_samples = self.best_of or 1, self.n or 1
-        if best_of == 1:
-            return {}
-        if best_of < num_samples:
-            raise BadBody(f"best_of is {best_of} and n is {num_samples}; give n <= best_of", "best_of")
-        if self.stream and best_of > num_samples:
-            raise BadBody(f"best_of is {best_of} with stream: the best is known at the end; drop stream", "best_of")
-        return {"best_of": best_of}
 
     def prompts(self, tokenizer: Tokenizer, most: int) -> list[list[int]]:
         """Return the token ids of each prompt; OpenAI's rules make a list of ids one prompt."""

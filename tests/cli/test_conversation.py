@@ -14,15 +14,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from pagedkv.checkpoint import BUNDLED
-from pagedkv.checkpoint.records import num_tokens_of
 from pagedkv.cli import conversation
 from pagedkv.model.engine import Engine
+from tests.records import num_tokens_of
 
 from . import hostile
 
@@ -130,30 +128,6 @@ def test_a_turn_that_fails_leaves_the_history_as_it_was(talk):
     assert "half of a surrogate pair" in complaints[1]
 
 
-def test_a_reply_that_was_not_chosen_is_no_part_of_the_history(talk, monkeypatch):
-    """Ctrl-C comes when one candidate has ended."""
-    submit, step, asked = Engine.submit, Engine.step, []
-
-    def submitted(engine, ids, *args, **options):
-        asked.append((submit(engine, ids, *args, **options), len(ids)))
-        return asked[-1][0]
-
-    def interrupted(engine):
-        finished = step(engine)
-        if len(asked) == 1 and any(completion.finish_reason for completion in asked[0][0].completions):
-            signal.raise_signal(signal.SIGINT)
-        return finished
-
-    monkeypatch.setattr(Engine, "submit", submitted)
-    monkeypatch.setattr(Engine, "step", interrupted)
-    options = ("--best-of", 3, "--temperature", 3, "--seed", 1)
-    status, out, err = talk([QUESTIONS[0], QUESTIONS[0]], *options)
-    assert status == 0
-    assert "stopped before the best reply was chosen; the history is as before" in err
-    assert out == asked[1][0].completions[0].text + "\n"
-    assert asked[0][1] == asked[1][1]
-
-
 def test_the_end_of_a_long_reply_is_explained(talk):
     assert "4 written; at its --max-tokens" in talk(QUESTIONS[:1], "--max-tokens", 4).err
 
@@ -176,7 +150,7 @@ def test_a_request_that_fails_is_a_line_and_no_end(talk, monkeypatch):
 def test_a_conversation_has_one_reply_and_no_json(talk, options):
     status, out, err = talk([], *options)
     assert (status, out) == (2, "")
-    assert err == "pagedkv: error: a conversation has one reply, no --json and no --top; give a prompt, or a .jsonl\n"
+    assert err == "pagedkv: error: a conversation has one reply, and no --json; give a prompt, or a .jsonl\n"
 
 
 def test_a_checkpoint_without_a_template_is_refused_before_the_first_prompt(talk, tmp_path):
@@ -279,15 +253,6 @@ def test_a_second_ctrl_c_in_one_step_ends_the_process(monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 ctrl_c._handle(signal.SIGINT, None)
             assert not ctrl_c.is_at_prompt
-
-
-def test_ctrl_c_is_left_to_the_process_where_several_ranks_converse(monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(builtins, "input", mock.Mock(side_effect=KeyboardInterrupt))
-    with conversation.CtrlC(is_left=True) as ctrl_c:
-        assert signal.getsignal(signal.SIGINT) is before
-        with pytest.raises(KeyboardInterrupt):
-            conversation._line(ctrl_c, Console(quiet=True))
 
 
 def test_replies_go_to_stdout_and_all_else_to_the_terminal(tmp_path):

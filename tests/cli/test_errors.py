@@ -73,7 +73,7 @@ def refused(command):
         ("--logprobs=2", "--logprobs are keys of the JSON; give --json too"),
         ("--logprobs=21 --json", "logprobs is 21"),
         ("--max-sequences=0", "max_sequences is 0"),
-        ("--num-samples=9 --max-sequences=4", "num_samples is 9, best_of 9, and 4 sequences may run at once"),
+        ("--num-samples=9 --max-sequences=4", "num_samples is 9"),
         ("--prefill-chunk=0", "prefill_chunk is 0"),
         ("--prompt=- --prompt-file=b", "--prompt-file and - both"),
         ("--model=no/such/folder", "no folder no/such/folder"),

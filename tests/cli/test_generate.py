@@ -13,12 +13,13 @@ from numba.core import event
 from rich.console import Console
 
 from pagedkv.checkpoint import BUNDLED
-from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT
+from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.cli import compiling
 from pagedkv.cli.generate import ProgressBar
 from pagedkv.core.tables import steps
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion
+from tests.records import DEMO_ANSWER
 
 KEYS = {
     "text": str,
@@ -80,15 +81,6 @@ def test_json_lists_several_samples(command):
     assert [schema(sample) for sample in found["samples"]] == [KEYS] * 3
     assert found["samples"][0]["sharing"] > 0.5  # all but one do without frames of their own for the prompt
     assert len({tuple(sample["token_ids"]) for sample in found["samples"]}) > 1
-
-
-def test_the_best_of_several_samples_come_with_their_scores(command):
-    options = ("--best-of", 4, "--num-samples", 2, "--temperature", 3, "--seed", 1, "--max-tokens", 12)
-    first, second = json.loads(command("generate", "--json", *options).out)["samples"]
-    assert first["score"] > second["score"]
-    of_tokens = [found["logprob"] for found in first["logprobs"]]
-    assert abs(first["score"] - sum(of_tokens) / len(of_tokens)) < 1e-5
-    assert command("generate", "--best-of", 4).err.endswith("above 0 with best_of 4: greedy samples are equal\n")
 
 
 def test_text_is_written_as_it_is_made(command, monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 import typer.main
 
 from pagedkv import __version__, machine_code
-from pagedkv.checkpoint.records import DEMO_ANSWER
 from pagedkv.cli.app import app
 from pagedkv.kernels import registry
+from tests.records import DEMO_ANSWER
 
 ROOT = Path(__file__).parents[2]
 PAGEDKV = (sys.executable, "-m", "pagedkv")

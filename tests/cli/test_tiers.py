@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from pagedkv.checkpoint.records import DEMO_ANSWER
+from tests.records import DEMO_ANSWER
 
 PAGES_OF_THE_DEMO = 18
 """Whole pages of its prompt, of 16 tokens each."""

@@ -119,7 +119,7 @@ def test_a_field_that_is_not_done_is_refused_unless_it_asks_for_nothing(kind: ty
 def test_false_is_no_zero_and_true_no_one() -> None:
     assert read(CompletionBody, b'{"prompt": "a", "logprobs": 0}').num_alternatives == 0
     assert read(CompletionBody, b'{"prompt": "a", "logprobs": false}').num_alternatives is None
-    for text in (b'{"prompt": "a", "echo": 0}', b'{"prompt": "a", "best_of": true}'):
+    for text in (b'{"prompt": "a", "echo": 0}', b'{"prompt": "a", "best_of": true}', b'{"prompt": "a", "best_of": 2}'):
         with pytest.raises(BadBody):
             read(CompletionBody, text)
 

@@ -94,19 +94,6 @@ def test_fifty_concurrent_streams_have_each_the_tokens_of_its_own_seed(server: S
     assert asyncio.run(everyone()) == expected
 
 
-def test_the_best_of_several_samples_is_that_of_the_engine(client: Any, engine: Engine) -> None:
-    asked: dict[str, Any] = {"temperature": 2.5, "seed": 3, "max_tokens": 12, "best_of": 5}
-    (request,) = engine.generate([ASKED], SamplingParams(**asked), num_samples=2)
-    answer = client.completions.create(model="bundled", prompt=ASKED, n=2, **asked)
-    assert [choice.text for choice in answer.choices] == [completion.text for completion in request.completions]
-    (plain,) = engine.generate([ASKED], SamplingParams(**{**asked, "best_of": None}), num_samples=5)
-    assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in plain.completions)
-    for wrong, words in ({"n": 6}, "best_of is 5 and n is 6; give n <= best_of"), ({"stream": True}, "with stream"):
-        with pytest.raises(openai.BadRequestError, match=words) as bad:
-            client.completions.create(model="bundled", prompt=ASKED, **{**asked, **wrong})
-        assert bad.value.param == "best_of"
-
-
 def test_stop_ends_the_text_before_it(client: Any) -> None:
     for stop in ("in", ["nowhere", "in"]):
         (choice,) = client.completions.create(model="bundled", prompt=ASKED, temperature=0, stop=stop).choices

@@ -55,17 +55,6 @@ async def no_frame_is_mapped(served: AsyncEngine) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_stream_of_the_best_of_several_samples_ends(engine: Engine) -> None:
-    params = SamplingParams(max_tokens=10, temperature=2.0, seed=7, best_of=4)
-    expected = engine.generate([ASKED[1]], params, num_samples=2)[0].completions
-
-    async def story(served: AsyncEngine) -> list[Piece]:
-        return [piece async for piece in served.stream(ASKED[1], params, num_samples=2)]
-
-    pieces = running(engine, story)
-    assert [(piece.completion.index, piece.text) for piece in pieces] == [(c.index, c.text) for c in expected]
-
-
 def test_the_pieces_of_a_stream_are_the_text_and_the_tokens_of_generate(engine: Engine) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=7, stop=["Ghent"])
     expected = engine.generate([ASKED[1]], params, num_samples=3)[0].completions

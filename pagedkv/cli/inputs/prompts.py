@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pagedkv.checkpoint.records import DEMO_PROMPT
+from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.errors import InvalidRequest
 
 PATIENCE_S: Final = 1.0
