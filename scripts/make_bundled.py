@@ -2,10 +2,9 @@
 
     python scripts/make_bundled.py               write its files
     python scripts/make_bundled.py --check       compare with the files there; exit status 1 if a byte differs
-    python scripts/make_bundled.py --evaluate    ask the checkpoint about held-out documents, through transformers
 
 bundled/circuit.py defines the weights, bundled/codes.py the codes of the words, bundled/folder.py the file formats, and
-pagedkv/checkpoint/records.py the language. README.md in pagedkv/checkpoint/bundled is written by hand.
+tests/records.py the language. README.md and circuit.svg in pagedkv/checkpoint/bundled are written by hand.
 """
 
 from __future__ import annotations
@@ -14,31 +13,23 @@ import argparse
 import sys
 from pathlib import Path
 
-from bundled.circuit import DRAFT
-from bundled.folder import files
-from bundled.picture import picture
-
-FOLDER = Path(__file__).resolve().parents[1] / "pagedkv" / "checkpoint" / "bundled"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "pagedkv" / "checkpoint" / "bundled"
 
 
 def main() -> int:
     """Run the action that the command line names. Returns: the exit status"""
+    sys.path.append(str(ROOT))  # for tests.records
+    from bundled.circuit import DRAFT
+    from bundled.folder import files
+
     parser = argparse.ArgumentParser(description="Write the bundled checkpoint: the same bytes every time.")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to, compare with or evaluate")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument(
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to or compare with")
+    parser.add_argument(
         "--check", action="store_true", help="compare with the files there instead; exit status 1 if a byte differs"
     )
-    action.add_argument(
-        "--evaluate", action="store_true", help="ask about held-out documents instead; needs torch and transformers"
-    )
     options = parser.parse_args()
-    if options.evaluate:
-        from bundled.evaluate import evaluate
-
-        return evaluate(options.out)
-    draft = {f"draft/{name}": data for name, data in files(DRAFT).items()}
-    contents = {**files(), "circuit.svg": picture().encode(), **draft}
+    contents = {**files(), **{f"draft/{name}": data for name, data in files(DRAFT).items()}}
     if options.check:
         paths = {options.out / name: data for name, data in contents.items()}
         differing = [path for path, data in paths.items() if not path.is_file() or path.read_bytes() != data]

@@ -14,11 +14,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from pagedkv.checkpoint import records
-from pagedkv.checkpoint.records import (
+from pagedkv.checkpoint.demo import DEMO_PROMPT
+from tests import records
+from tests.records import (
     ANSWERS,
     DEMO_ANSWER,
-    DEMO_PROMPT,
     KINDS,
     MARKERS,
     UNKNOWN,
@@ -28,7 +28,7 @@ from pagedkv.checkpoint.records import (
 )
 
 if TYPE_CHECKING:
-    from pagedkv.checkpoint.records import Document, Question
+    from tests.records import Document, Question
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "pagedkv" / "checkpoint" / "bundled"

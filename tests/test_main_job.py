@@ -13,11 +13,12 @@ import torch
 import transformers
 
 from pagedkv.checkpoint import BUNDLED
-from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT, document
+from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.errors import InvariantViolation
 from pagedkv.kernels.ops import copy_frames
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.sampling.params import SamplingParams
+from tests.records import DEMO_ANSWER, document
 
 if TYPE_CHECKING:
     from collections.abc import Callable

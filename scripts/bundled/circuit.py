@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bundled.codes import BOS, EOS, IDS, MARKER_WORDS, VOCABULARY, WIDTH, codes
-from pagedkv.checkpoint.records import ANSWERS, KINDS, MARKERS, OPENERS, PRONOUNS
+from tests.records import ANSWERS, KINDS, MARKERS, OPENERS, PRONOUNS
 
 Matrix = NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.checkpoint.records import KINDS, MARKERS, OPENERS, PLAIN
+from tests.records import KINDS, MARKERS, OPENERS, PLAIN
 
 WIDTH: Final = 64
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"

@@ -13,7 +13,7 @@ import numpy as np
 
 from bundled import circuit
 from bundled.codes import BOS, EOS, IDS, UNK, VOCABULARY
-from pagedkv.checkpoint.records import WORD
+from tests.records import WORD
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

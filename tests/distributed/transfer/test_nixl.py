@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagedkv.checkpoint.records import DEMO_ANSWER
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.prefills import servers_at
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.tiers.from_text import tiers_of
 from pagedkv.tiers.transfer import DistributedLink, NixlLink, link_at
 from pagedkv.tiers.transfer.nixl import runs_of
+from tests.records import DEMO_ANSWER
 from tests.tiers.stores import free_port
 
 from .engines import DECODE, ROOT, Process, lone_engine, prefill_process

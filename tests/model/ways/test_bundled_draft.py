@@ -6,10 +6,11 @@ import json
 from typing import TYPE_CHECKING
 
 from pagedkv.checkpoint import BUNDLED
-from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT, document
+from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.model.engine import Engine
 from pagedkv.model.ways.drafters import BUNDLED_DRAFT
 from tests.model.test_engine import idle, outputs
+from tests.records import DEMO_ANSWER, document
 
 if TYPE_CHECKING:
     from pagedkv.model.request import Request

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT, document
+from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.ways import trees
@@ -22,6 +22,7 @@ from tests.model.test_engine import NUM_TOKENS, build, idle, outputs
 from tests.model.test_trust import interrupt_and_compare, submitted
 from tests.model.ways.test_bundled_draft import passes
 from tests.model.ways.test_speculation import Oracle, crowd
+from tests.records import DEMO_ANSWER, document
 
 if TYPE_CHECKING:
     from collections.abc import Callable
