@@ -452,10 +452,13 @@ class PagedCache(Cache):
             return 0
         rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
         pads = (mask.shape[1] - mask.sum(1)).tolist()
+        fetches = self.pool.fetch(rows, self._identity)
         with self.pool.lock:
             self.pool.sweep()
             spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self._identity)
             self.holdings.spaces = list(spaces)
+            for fetch in fetches:
+                fetch.cancel()
             self._columns = columns
             self._keep(mask[:, :columns].bool())
         return columns

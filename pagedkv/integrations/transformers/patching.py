@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Final
@@ -28,6 +28,7 @@ from pagedkv.integrations.transformers.geometry import CACHE, HOST, shapes_of
 from pagedkv.integrations.transformers.identity import makes_own_inputs
 from pagedkv.integrations.transformers.padding import has_padding_behind, sees_nothing
 from pagedkv.integrations.transformers.pool import Pool
+from pagedkv.tiers import Tier
 
 _ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
 _OLD_NAME: Final = "past_key_values"  # of the argument CACHE: newer hosts rename it after our hook has run
@@ -53,13 +54,15 @@ def patch(
     kv_dtype: str | None = None,
     block_size: int = 16,
     prefix_cache: bool = True,
+    tiers: Sequence[Tier | str] = (),
+    weights: str = "",
     pool: Pool | None = None,
     fast_linears: bool = True,
 ) -> Patched:
     """Let `model.generate` keep K and V in pages from now on, and attend to them where they lie.
 
     The model computes a few tokens with pages and without, and is refused if the logits differ.
-    memory, kv_dtype, block_size, prefix_cache: see Pool. pool: one made before, Pool.for_model(model).
+    memory, kv_dtype, block_size, prefix_cache, tiers, weights: see Pool. pool: one made before, Pool.for_model(model).
     fast_linears: whether linear layers on a CPU compute few tokens with our operation: it reads weights faster than
                   torch, and adds in another order.
     Returns: a handle with `pool` and `unpatch()`
@@ -80,7 +83,7 @@ def patch(
         raise InvalidRequest("weights of the model are offloaded or not loaded, and a pool needs its device; load them")
     if pool is not None and not isinstance(pool, Pool):
         raise InvalidRequest(f"patch got a {type(pool).__name__} as its pool; give a Pool, or leave it out")
-    if pool is not None and (memory, kv_dtype, block_size, prefix_cache) != (None, None, 16, True):
+    if pool is not None and (memory, kv_dtype, block_size, prefix_cache, *tiers, weights) != (None, None, 16, True, ""):
         raise InvalidRequest("patch got a pool and options of a pool; give one of them")
     if model.config._attn_implementation == BATCHING_NAME:
         raise InvalidRequest("patch(model) inside of paged_batching(model); patch before its context, or after it")
@@ -90,6 +93,8 @@ def patch(
         "kv_dtype": kv_dtype,
         "block_size": block_size,
         "prefix_cache": prefix_cache,
+        "tiers": tiers,
+        "weights": weights,
     }
     made = Pool(model.config, **options) if pool is None else pool
     return Patched(model, made, owns_pool=pool is None, with_linears=fast_linears)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -20,6 +22,10 @@ from pagedkv.core import Stats
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_of
 from pagedkv.integrations.transformers.identity import fingerprint
+from pagedkv.tiers import Fetch, Tier, tiers_of
+
+PAUSE: Final = 0.0005
+"""Seconds between two looks at pages on their way from tiers."""
 
 
 class Holdings(Protocol):
@@ -54,6 +60,10 @@ class Pool:
     block_size:   tokens of a page.
     prefix_cache: whether equal prefixes of prompts are computed once. The pages of a finished batch stay until their
                   frames are needed.
+    tiers:        memory under the frames, the fastest first: ["host:16GiB", "disk:200GiB:FOLDER"], see pagedkv.tiers.
+                  Prompts find pages there that the frames hold no more, or that a process before has computed.
+    weights:      a name for all that decides K and V of a token, such as the digest of the checkpoint. A tier that
+                  outlives the process needs it: its pages are found under the same name alone.
     Raises: InvalidRequest for a model that pages cannot serve
     """
 
@@ -66,6 +76,8 @@ class Pool:
         kv_dtype: str | None = None,
         block_size: int = 16,
         prefix_cache: bool = True,
+        tiers: Sequence[Tier | str] = (),
+        weights: str = "",
         **unserved: Any,
     ) -> None:
         if unserved:
@@ -81,6 +93,8 @@ class Pool:
         self._size: dict[str, Any] = {"memory": memory, "num_frames": num_frames}
         self._kv_dtype, self._block_size = kv_dtype, block_size
         self._prefix_cache = prefix_cache and self.geometry.reusable
+        self._tiers: dict[str, Any] = {"tiers": tiers_of(tiers), "model": weights}
+        self._require_prefixes()
         self._kv: PagedKVCache | None = None
         self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
         self._caches: weakref.WeakSet[Member] = weakref.WeakSet()
@@ -89,6 +103,14 @@ class Pool:
         self._fingerprint: tuple[object, ...] | None = None
         self._model: weakref.ref[Any] | None = None
         self._is_closed = False
+
+    def _require_prefixes(self) -> None:
+        """Raise InvalidRequest for tiers that no prompt would find a page in."""
+        tiers = self._tiers["tiers"]
+        if tiers and not self._prefix_cache:
+            raise InvalidRequest("tiers keep pages that prompts share, and prompts of this pool share none")
+        if any(tier.is_lasting for tier in tiers) and not self._tiers["model"]:
+            raise InvalidRequest("a tier outlives the process; give weights=, such as the digest of the checkpoint")
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> Pool:
@@ -116,9 +138,12 @@ class Pool:
                 specs, groups = self.geometry.specs(shapes, self._block_size, self._kv_dtype)
                 with torch.inference_mode(False):  # else the frames could be written in inference mode alone
                     self._kv = PagedKVCache(
-                        specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache, **self._size
-                    )
+                        specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache,
+                        **self._size, **self._tiers,
+                    )  # fmt: skip
                 self._kv.disown()  # the lock of the pool orders the calls of threads
+                if self._tiers["tiers"]:
+                    self.forget_others()  # pages are there before the first call: note the weights that they are of
 
     @property
     def is_ready(self) -> bool:
@@ -187,11 +212,16 @@ class Pool:
             return self._kv.forget() if self._kv is not None else 0
 
     def close(self) -> None:
-        """Give the memory back. The caches of the pool lose their tokens, and can be used no more."""
+        """Give the memory back. The caches of the pool lose their tokens, and can be used no more.
+
+        Pages that wait for a tier that outlives the process are stored before, for 30 s at most.
+        """
         with self.lock:
             for cache in list(self._caches):
                 cache.reset()
             self.sweep()
+            if self._kv is not None:
+                self._kv.tiers.close()
             self._calls.clear()
             self._kv, self._is_closed = None, True
 
@@ -209,6 +239,16 @@ class Pool:
         """Give back the holdings of caches that were collected."""
         while self._dropped:
             self._dropped.popleft().release(self)
+
+    def fetch(self, rows: Sequence[Sequence[int]], salt: bytes) -> list[Fetch]:
+        """Bring pages of these prompts up from the tiers. They stay until each fetch is cancelled."""
+        with self.lock:
+            fetches = [self.kv.fetch(row, salt=salt, hold=True) for row in rows] if self.kv.tiers else []
+        while True:
+            with self.lock:
+                if all(each.done for each in fetches):
+                    return fetches
+            time.sleep(PAUSE)  # other threads may compute
 
     def plan(self, cache: Member, counts: list[int]) -> Any:
         """Plan a step of `cache`. Other caches commit their finished steps if frames lack, as a pool grows then."""
@@ -236,4 +276,5 @@ def _attend_with_sinks(layer: KVLayer, options: dict[str, Any], q: torch.Tensor,
 def _unserved(options: list[str]) -> str:
     if any("offload" in name for name in options):
         return f"a pool got {options}, and pages are not offloaded; give kv_dtype='int8' for half the memory"
-    return f"a pool got {options}; its options are memory, num_frames, kv_dtype, block_size and prefix_cache"
+    served = "memory, num_frames, kv_dtype, block_size, prefix_cache, tiers and weights"
+    return f"a pool got {options}; its options are {served}"
