@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 STDOUT, STDERR = 1, 2
 """Descriptors."""
 
+ENGINE = ("typer", "rich", "safetensors", "tokenizers", "jinja2")
+"""The packages of the extra `engine`."""
+
 FAILED, INTERRUPTED, NO_READER = 1, 130, 141
 """Exit statuses."""
 
@@ -40,12 +43,23 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _interrupted()
     _guard_streams()
+    _need_engine()
     from pagedkv.cli.app import invoke
 
     status = invoke()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _need_engine() -> None:
+    """End the process with one line unless the packages of the extra `engine` are installed."""
+    import importlib.util
+
+    if missing := [name for name in ENGINE if importlib.util.find_spec(name) is None]:
+        needed = f"the command line needs {', '.join(missing)}; install them with: pip install 'pagedkv[engine]'"
+        print(f"pagedkv: {needed}", file=sys.stderr, flush=True)
+        os._exit(FAILED)
 
 
 def _interrupted(*_: object) -> NoReturn:
