@@ -76,7 +76,9 @@ EXTRAS_AT_HOME = (
     "pagedkv.integrations",
     "pagedkv.kernels.triton",
     "pagedkv.kernels.cuda",
-    *(f"pagedkv.serve.{name}" for name in ("app", "bodies", "connection", "metrics", "process")),
+    "pagedkv.checkpoint",  # the extra `engine`, as cli and serve
+    "pagedkv.cli",
+    "pagedkv.serve",
 )
 """Modules that are imported only after someone found their extra installed."""
 
