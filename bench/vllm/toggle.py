@@ -1,11 +1,7 @@
 """vLLM's parts and ours in one engine: a byte of a shared file chooses the variant of each step.
 
-    variant            attention and linear layers    a worker that waits for the engine
-    vLLM               vLLM's                         never rests
-    vLLM that sleeps   vLLM's                         sleeps; left out where `worker_wait` finds that it must not
-    pagedkv            ours                           sleeps, where it may
-
-The two attentions keep K and V in different forms, so the tokens after a change mean nothing. The times do.
+Attention and linear layers of a step are vLLM's or ours. The two attentions keep K and V in different forms, so the
+tokens after a change mean nothing. The times do.
 """
 
 from __future__ import annotations
@@ -16,28 +12,22 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 
-from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.utils import sched_yield
 from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from pagedkv import linear
-from pagedkv.integrations.vllm import linears, worker_wait
+from pagedkv.integrations.vllm import linears
 from pagedkv.integrations.vllm.attention import PagedAttentionBackend, PagedAttentionImpl, PagedMetadataBuilder
 from pagedkv.integrations.vllm.pages import PagedMetadata
 
 FILE: Final = "PAGEDKV_BENCH_TOGGLE"
 """The environment variable with the path of the file. Its first byte is a place in VARIANTS."""
-VARIANTS: Final = ("vLLM", "vLLM that sleeps", "pagedkv")
+VARIANTS: Final = ("vLLM", "pagedkv")
 
 
 class Extension:
     """An extension of vLLM's worker. The worker imports this file for it, and so our backend becomes CUSTOM."""
-
-    def may_sleep(self) -> bool:
-        """Return whether this worker sleeps while it waits, in the variants that do."""
-        return shm_broadcast.sched_yield is wait_of_both
 
 
 class ToggleBuilder(CPUAttentionMetadataBuilder):
@@ -101,25 +91,11 @@ def flag(path: Path) -> mmap.mmap:
 _FLAG = flag(Path(os.environ[FILE])) if FILE in os.environ else None
 
 
-def _variant() -> str:
-    return VARIANTS[-1 if _FLAG is None else _FLAG[0]]
-
-
 def _is_ours() -> bool:
-    return _variant() == "pagedkv"
+    return VARIANTS[-1 if _FLAG is None else _FLAG[0]] == "pagedkv"
 
 
-def wait_of_both() -> None:
-    """Wait as the variant does."""
-    if _variant() == "vLLM":
-        sched_yield()
-    else:
-        sleep()
-
-
-sleep: Final = worker_wait.rest
 if _FLAG is not None:
-    worker_wait.rest = wait_of_both
     linears.install()
     utils.dispatch_cpu_unquantized_gemm = of_both(utils.dispatch_cpu_unquantized_gemm)
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.ToggleBackend")

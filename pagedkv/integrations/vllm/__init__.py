@@ -2,8 +2,7 @@
 
     PAGEDKV_VLLM=1 vllm serve ...           on a CPU: all layers of decoders attend by our kernels, with any block size,
                                             and linear layers without quantisation compute steps of few tokens by
-                                            them; workers sleep between steps where they have all cores, and ask for
-                                            huge pages
+                                            them; workers ask for huge pages
     vllm serve --attention-backend CUSTOM   on a GPU, or on a CPU beside PAGEDKV_VLLM=1: the same
     vllm serve --scheduler-cls pagedkv.integrations.vllm.scheduler.PagedScheduler      its blocks come from a FramePool
 

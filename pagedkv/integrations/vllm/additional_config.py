@@ -16,8 +16,7 @@ from pagedkv.errors import InvalidRequest
 
 POLICY: Final = "pagedkv_policy"
 LINEARS: Final = "pagedkv_linears"
-SLEEP: Final = "pagedkv_sleep"
-KEYS: Final = (POLICY, LINEARS, SLEEP)
+KEYS: Final = (POLICY, LINEARS)
 
 
 def policy_in(additional_config: object) -> Any:
@@ -28,14 +27,14 @@ def policy_in(additional_config: object) -> Any:
     return _ours_in(additional_config).get(POLICY, "lru")
 
 
-def switch_in(additional_config: object, key: str) -> bool:
-    """Return whether LINEARS are ours, or workers SLEEP while they wait: True unless `additional_config` says false.
+def linears_in(additional_config: object) -> bool:
+    """Return whether linear layers are ours: True unless `additional_config` says false.
 
     Raises: InvalidRequest for another value than true and false, and as `policy_in` does.
     """
-    asked = _ours_in(additional_config).get(key, True)
+    asked = _ours_in(additional_config).get(LINEARS, True)
     if not isinstance(asked, bool):
-        raise InvalidRequest(f"{key!r} of additional_config is {asked!r}; give true or false")
+        raise InvalidRequest(f"{LINEARS!r} of additional_config is {asked!r}; give true or false")
     return asked
 
 

@@ -39,10 +39,9 @@ class PagedCpuPlatform(_Base):  # type: ignore[misc]
     ) -> str:
         """Return the path of a backend's class. vLLM asks when it makes a layer, before weights are loaded."""
         # Parts of vLLM that the import needs are not ready when vLLM imports this file.
-        from pagedkv.integrations.vllm import linears, worker_wait
+        from pagedkv.integrations.vllm import linears
 
         linears.install()
-        worker_wait.install()
         is_other = selected_backend not in (None, AttentionBackendEnum.CUSTOM)
         if is_other or attn_selector_config.use_mla or attn_selector_config.use_sparse:
             path: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)

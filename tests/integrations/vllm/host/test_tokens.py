@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -104,24 +103,8 @@ def test_two_workers_with_half_of_the_heads_each_give_the_tokens_of_vllm(folder:
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     plain, found = (generate(model, environ=cores | environ, job=job, tensor_parallel_size=2) for environ in ({}, OURS))
     assert found["log"].count("Attention by pagedkv") == 2
-    assert found["log"].count("This worker sleeps") == (2 if len(os.sched_getaffinity(0)) == 2 else 0)
     assert found["tokens"] == plain["tokens"]
     assert sum(found["hits"][1]) > 0
-
-
-def test_workers_sleep_where_they_have_all_cores(folder: Path) -> None:
-    job = {"prompts": prompts(4, 300), "max_tokens": 16}
-    cores = sorted(os.sched_getaffinity(0))
-    all_cores, some_cores = (
-        OURS | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, bound))} for bound in (cores, cores[1:] or cores)
-    )
-    run: dict[str, Any] = {"model": model_in(folder, "llama"), "job": job}
-    asleep = generate(environ=all_cores, **run)
-    others = [generate(environ=all_cores, additional_config={"pagedkv_sleep": False}, **run)]
-    others += [generate(environ=some_cores, **run)] if len(cores) > 1 else []
-    assert "This worker sleeps" in asleep["log"]
-    assert not any("This worker sleeps" in other["log"] for other in others)
-    assert all(other["tokens"] == asleep["tokens"] for other in others)
 
 
 @pytest.mark.skipif("[madvise]" not in HUGE_PAGES_OF_LINUX, reason="Linux does not leave huge pages to programs")
