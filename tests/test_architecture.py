@@ -76,7 +76,8 @@ EXTRAS_AT_HOME = (
     "pagedkv.integrations",
     "pagedkv.kernels.triton",
     "pagedkv.kernels.cuda",
-    "pagedkv.checkpoint",  # the extra `engine`, as cli and serve
+    "pagedkv.checkpoint",  # the extra `engine`, as the next three
+    "pagedkv.sampling",
     "pagedkv.cli",
     "pagedkv.serve",
 )
