@@ -16,10 +16,10 @@ Row = dict[str, Any]
 KINDS: Final = {"pagedkv": "ours", "pagedkv, numba": "also", "pagedkv, reference": "c", "torch": "a"}
 WORDS: Final = {
     "decode": "decode attention", "linear": "linear operations", "write_kv": "write_kv", "gather_kv": "gather_kv",
-    "copy_frames": "copy_frames", "snapshot": "snapshot", "restore": "restore", "swap": "swap",
+    "copy_frames": "copy_frames", "swap": "swap",
 }  # fmt: skip
 BASE: Final = "; blocks of 16, bfloat16, 32/8 heads of 128 where no other is named"
-AGAINST: Final = {"read": "a read", "copy": "a copy", "disk write": "a bare write", "disk read": "a bare read"}
+AGAINST: Final = {"read": "a read", "copy": "a copy"}
 
 
 def charts(rows: list[Row]) -> list[Chart]:

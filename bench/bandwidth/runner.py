@@ -7,10 +7,8 @@ its case is complete; the rows of case "state" say in which states the memory wa
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from pagedkv.bench.attention.cells import BASE, Cell
 from pagedkv.bench.attention.pool import POOL_BYTES, Pool
 from pagedkv.bench.attention.runner import PLAIN, on_threads
-from pagedkv.bench.bandwidth import device, disk, subjects
+from pagedkv.bench.bandwidth import device, subjects
 from pagedkv.bench.bandwidth.ceilings import KIB, Region
 from pagedkv.bench.bandwidth.subjects import KERNELS, Subject
 from pagedkv.bench.bandwidth.turns import Speeds, rows
@@ -29,8 +27,7 @@ from pagedkv.kernels import cpu
 Row = dict[str, Any]
 Report = Callable[[Row], None]
 KV: Final = ("bfloat16", "fp8_e4m3", "int8", "int4")
-CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear", "snapshot", "swap")
-DISK_TURNS: Final = 5
+CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear", "swap")
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class Asked:
     cases:   names of CASES; all if empty.
     cells:   cells of decode; empty for the grid.
     threads: () for 1, and 2 where there are.
-    folder:  for files; None for the system's folder of temporary files.
     """
 
     is_quick: bool = False
@@ -49,7 +45,6 @@ class Asked:
     threads: tuple[int, ...] = ()
     kernels: tuple[str, ...] = KERNELS
     turns: int | None = None
-    folder: Path | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -58,8 +53,6 @@ class Asked:
             raise InvalidRequest(f"--case {unknown[0]}: there is no such case; there are {', '.join(CASES)}")
         if self.device not in ("cpu", "cuda"):
             raise InvalidRequest(f"--device {self.device}: bandwidth is measured on cpu and on cuda")
-        if self.folder and not self.folder.is_dir():
-            raise InvalidRequest(f"--folder {self.folder} is no folder; name one of the disk to measure")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise InvalidRequest("--device cuda: torch sees no GPU here; leave it out to measure the CPU")
         if self.device == "cpu" and (why := cpu.missing()):
@@ -106,8 +99,6 @@ def measure(report: Report, asked: Asked) -> None:
     for threads in asked.threads or range(1, min(2, torch.get_num_threads()) + 1):
         with on_threads(threads):
             _on_cpu(report, asked, region, [replace(cell, threads=threads) for cell in cells])
-    if asked.has("snapshot"):
-        _on_disk(report, asked)
     if asked.has("swap"):
         _note("swap: host and device are one memory here; --device cuda measures it on a GPU")
 
@@ -135,17 +126,6 @@ def _on_cpu(report: Report, asked: Asked, region: Region, cells: Sequence[Cell])
 def _ceilings(region: Region) -> Iterator[Subject]:
     yield from subjects.ceilings(region, "huge")
     yield from subjects.ceilings(Region.of(len(region.bytes), is_huge=False), "4 KiB")
-
-
-def _on_disk(report: Report, asked: Asked) -> None:
-    pages = 64 if asked.is_quick else 256
-    try:
-        with tempfile.TemporaryDirectory(dir=asked.folder) as name:
-            found = disk.bounds(Path(name), pages * disk.SPEC.frame_bytes)
-            bounds = {key: Speeds(bound) for key, bound in found.items()}
-            _reported(report, disk.subjects(Path(name), pages), bounds, min(DISK_TURNS, asked.repetitions), {})
-    except OSError as why:
-        _note(f"snapshot: {why}; --folder DIR names a folder that can be written to")
 
 
 def _reported(

@@ -1,4 +1,4 @@
-"""cache: the bytes. The pool (storage), a plan on the device (batch, mirror), the façade (paged), files (snapshots)."""
+"""cache: the bytes. The pool (storage), a plan on the device (batch, mirror), the façade (paged)."""
 
 from pagedkv.cache import graph_breaks
 from pagedkv.cache.batch import PlannedBatch

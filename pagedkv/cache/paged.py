@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -27,15 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedkv import debug, regular_files
-from pagedkv.cache import sizes, snapshots
+from pagedkv import debug
+from pagedkv.cache import sizes
 from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
 from pagedkv.cache.devices import device_of
 from pagedkv.cache.fixed import FixedBatch
 from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.poison import Poison
-from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
 from pagedkv.core import Group, MemoryManager, Stats
 from pagedkv.core.arguments import whole
@@ -194,14 +192,12 @@ class PagedKVCache(Unique):
         *,
         tenant: bytes = b"",
         salt: Salt = b"",
-        priority: float = 1.0,
-        half_life: float = 1000.0,
     ) -> AddressSpace:
         """Open a space that maps the longest known prefix of `token_ids`. See MemoryManager.open.
 
         The handle has the verbs of one sequence: fork, truncate, punch, release.
         """
-        return self.manager.open(token_ids, tenant=tenant, salt=salt, priority=priority, half_life=half_life)
+        return self.manager.open(token_ids, tenant=tenant, salt=salt)
 
     @breaks_graph
     def open_batch(
@@ -211,16 +207,12 @@ class PagedKVCache(Unique):
         tenant: bytes | Sequence[bytes] = b"",
         salt: Salt | Sequence[Salt] = b"",
         pads: Sequence[int] | npt.NDArray[np.integer] | None = None,
-        priority: float = 1.0,
-        half_life: float = 1000.0,
     ) -> Opened:
         """Open a space for each prompt, all or none; say how many leading columns are known in every row.
 
         pads: how many columns of padding stand before each row of a rectangle. See MemoryManager.open_batch.
         """
-        return self.manager.open_batch(
-            rows, tenant=tenant, salt=salt, pads=pads, priority=priority, half_life=half_life
-        )
+        return self.manager.open_batch(rows, tenant=tenant, salt=salt, pads=pads)
 
     @breaks_graph
     def lookup(
@@ -343,10 +335,6 @@ class PagedKVCache(Unique):
         """Give back the frames of `pin`. See MemoryManager.unpin."""
         self.manager.unpin(pin)
 
-    def overdue(self, now: float) -> list[Pin]:
-        """Return the pins whose deadline is before `now`, on the caller's clock. See MemoryManager.overdue."""
-        return self.manager.overdue(now)
-
     def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
         """Open an epoch: frames dropped from now on are not reused until `advance(epoch)`. See MemoryManager.retire."""
         self.manager.retire(epoch, batch)
@@ -355,11 +343,9 @@ class PagedKVCache(Unique):
         """Say that work up to `epoch` has finished; return how many frames that freed. See MemoryManager.advance."""
         return self.manager.advance(epoch)
 
-    def advise(
-        self, space: AddressSpace, advice: str = "WILLNEED", *, retain: tuple[float, float] | None = None
-    ) -> None:
+    def advise(self, space: AddressSpace, advice: str = "WILLNEED") -> None:
         """Say what the pages of `space` are worth after its release. See MemoryManager.advise."""
-        self.manager.advise(space, advice, retain=retain)
+        self.manager.advise(space, advice)
 
     def evict(self, count: int) -> int:
         """Free up to `count` cached frames, in the policy's order; return how many. See MemoryManager.evict."""
@@ -479,29 +465,6 @@ class PagedKVCache(Unique):
         _LOG.info("the pool has grown from %d to %d frames, %.0f MiB", before, size, size * frame_mib)
         return True
 
-    # -- on disk -------------------------------------------------------------------------------------------------------
-
-    def snapshot(self, folder: str | Path, *, model: str = "", key: bytes | None = None) -> int:
-        """Write every page that a prompt can find, bytes and tokens, to `folder` for `restore`; return how many pages.
-
-        model: a name for the weights (a checkpoint's digest, for example); `restore` must be given the same name.
-        key:   16 to 64 secret bytes: a page that was not written with this key is a miss in `restore`. Without a key,
-               who can write to the folder can plant pages under any tenant's prefix.
-        A page that one layer group has given up is left out, with the pages behind it. An older snapshot in `folder` is
-        valid until the new one is complete, also if the process is killed. Other files are not touched. O(bytes).
-        Raises: OSError from the file system; BlockingIOError while another process writes a snapshot there
-        """
-        return snapshots.save(self, regular_files.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
-
-    def restore(self, folder: str | Path, *, model: str = "", key: bytes | None = None) -> Restored:
-        """Make the intact pages of a snapshot findable again, as many as fit into free frames. No frame is evicted.
-
-        key: the key that `snapshot` was given.
-        A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it.
-        A snapshot of another model or layout is refused as a whole. A damaged file never raises: see Restored.
-        """
-        return snapshots.load(self, regular_files.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
-
     # -- observation and checks ----------------------------------------------------------------------------------------
 
     @property
@@ -521,20 +484,13 @@ class PagedKVCache(Unique):
         """Return how contiguous the frames of open spaces are. See MemoryManager.mean_run."""
         return self.manager.mean_run()
 
-    def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
-        """Return the estimated hit rate of pools of other sizes, in frames. See MemoryManager.hit_curve."""
-        return self.manager.hit_curve(sizes)
-
     def events(self, since: int) -> list[Event]:
         """Return the changes of the prefix index after event number `since`. See MemoryManager.events."""
         return self.manager.events(since)
 
     def events_snapshot(self) -> Snapshot:
-        """Return every findable page and the number of the last event, for a reader of `events` that begins.
-
-        This is MemoryManager.snapshot; `snapshot(folder)` of this class writes files.
-        """
-        return self.manager.snapshot()
+        """Return every findable page, and the number of the last event. See MemoryManager.events_snapshot."""
+        return self.manager.events_snapshot()
 
     def recover(self) -> Recovered:
         """Give back the frames of plans, spaces and pins whose handles were dropped. See MemoryManager.recover."""

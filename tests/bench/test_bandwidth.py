@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagedkv.bench import clock
 from pagedkv.bench.attention import pool
 from pagedkv.bench.attention.cells import Cell
-from pagedkv.bench.bandwidth import ceilings, device, disk, subjects, turns
+from pagedkv.bench.bandwidth import ceilings, device, subjects, turns
 from pagedkv.bench.bandwidth.ceilings import KIB, Bound, Region
 from pagedkv.bench.bandwidth.subjects import Subject
 from pagedkv.bench.bandwidth.turns import Speeds
@@ -124,20 +124,6 @@ def test_a_linear_operation_reads_its_weights_once_and_multiplies_each_by_each_t
     assert (subject.num_bytes, subject.flops) == (128 * 256 * 2, sum(2 for _ in range(3 * 128 * 256)))
     results = [step()() for step in subject.variants.values()]
     assert len(results) == 2
-
-
-@pytest.mark.slow
-def test_a_snapshot_is_counted_by_its_frames_and_restored_from_what_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SPEC", disk.KVSpec(1, 2, 64, block_size=16, dtype="bfloat16"))
-    save, load = disk.subjects(tmp_path, 3)
-    assert save.num_bytes == load.num_bytes == 3 * disk.SPEC.frame_bytes
-    assert save.variants["pagedkv"]()() == 3
-    for _ in range(2):
-        load.variants["pagedkv"]()()
-    bounds = disk.bounds(tmp_path, 1000)
-    bounds["disk write"].step()()
-    bounds["disk read"].step()()
-    assert (tmp_path / "bare").stat().st_size == 1000
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A cache on a GPU: its steps, graphs, growth, tiers and snapshots hold what a cache on a CPU holds."""
+"""A cache on a GPU: its steps, graphs, growth and tiers hold what a cache on a CPU holds."""
 
 from __future__ import annotations
 
@@ -168,13 +168,17 @@ def test_evicted_pages_come_back_from_the_tiers(device: str, kind: str, tmp_path
     cache.tiers.close()
 
 
-def test_a_snapshot_moves_between_devices(device: str, tmp_path: Path) -> None:
-    old, prompt = PagedKVCache(SPEC, num_frames=16, device=device, model="m"), list(range(100))
+def test_pages_on_disk_move_between_devices(device: str, tmp_path: Path) -> None:
+    def on(place: str) -> PagedKVCache:
+        return PagedKVCache(SPEC, num_frames=16, device=place, model="m", tiers=[DiskTier(tmp_path, "64MiB")])
+
+    old, prompt = on(device), list(range(100))
     want = Layers(old).extend([old.open(prompt)], [prompt])[-1]
-    assert old.snapshot(tmp_path) == 6
+    assert old.tiers.close()
     for target in {"cpu", device}:
-        new = PagedKVCache(SPEC, num_frames=16, device=target, model="m")
-        assert new.restore(tmp_path).pages == 6
+        new = on(target)
+        assert new.fetch(prompt).wait(30)
         space = new.open(prompt)
         assert len(space) == 96
         assert (Layers(new).extend([space], [prompt[96:]])[-1] - want).abs().max() <= NEAR
+        new.tiers.close()

@@ -230,7 +230,6 @@ def bench_bandwidth(
     threads: options.CellThreads = None,
     kernels: options.AttentionKernels = None,
     turns: options.BandwidthTurns = None,
-    folder: options.BandwidthFolder = None,
     device: options.BandwidthDevice = "cpu",
     as_json: options.JsonList = False,
     record: options.Record = None,
@@ -244,7 +243,7 @@ def bench_bandwidth(
     axes: dict[str, Sequence[Any]] = {"dtype": dtype or [], "kv": kv or [], "heads": heads or []}
     axes |= {"head_dim": head_dim or [], "block_size": block_size or [], "context": context or [], "batch": batch or []}
     named = {"cases": tuple(case or ()), "threads": tuple(threads or ()), "kernels": tuple(kernels or KERNELS)}
-    asked = Asked(is_quick=quick, turns=turns, folder=folder, device=device, **named)
+    asked = Asked(is_quick=quick, turns=turns, device=device, **named)
     measured(asked, axes, Shown(as_json, record, plot))
 
 

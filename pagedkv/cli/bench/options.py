@@ -161,16 +161,13 @@ BandwidthCases = Annotated[
     typer.Option(
         "--case",
         metavar="NAME",
-        help="ceiling, decode, write_kv, gather_kv, copy_frames, linear, snapshot or swap; again for more.",
+        help="ceiling, decode, write_kv, gather_kv, copy_frames, linear or swap; again for more.",
         rich_help_panel=_CELLS,
     ),
 ]
 BandwidthTurns = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Each goes through all operations of a case: 15, or 7 with --quick."),
-]
-BandwidthFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Of the disk to measure, in place of the folder of temporary files.")
 ]
 BandwidthDevice = Annotated[
     str, typer.Option(metavar="NAME", help="cpu; or cuda: a GPU's memory, and swaps with the host.")

@@ -9,7 +9,7 @@ import pytest
 from pagedkv.bench import clock
 from pagedkv.bench.attention import pool
 from pagedkv.bench.attention.cells import Cell
-from pagedkv.bench.bandwidth import ceilings, device, disk, runner, subjects, words
+from pagedkv.bench.bandwidth import ceilings, device, runner, subjects, words
 
 FAST = ("--quick", "--turns", 1, "--threads", 1, "--kernels", "cpu")
 
@@ -24,7 +24,6 @@ def _small(monkeypatch):
     monkeypatch.setattr(subjects, "LINEAR", dict.fromkeys(subjects.LINEAR, 256))
     monkeypatch.setattr(subjects, "INTEGER_ROWS", 128)
     monkeypatch.setattr(subjects, "COLD", 1 << 20)
-    monkeypatch.setattr(disk, "SPEC", disk.KVSpec(1, 2, 64, block_size=16, dtype="bfloat16"))
     monkeypatch.setattr(runner, "_noted", set())
 
 
@@ -34,7 +33,7 @@ def test_a_run_has_rows_of_every_case_a_picture_and_words(command, tmp_path):
     assert status == 0, err
     rows = json.loads(out)
     assert [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()] == rows
-    assert {row["case"] for row in rows} == {*runner.CASES, "restore", "state"} - {"swap"}
+    assert {row["case"] for row in rows} == {*runner.CASES, "state"} - {"swap"}
     for row in rows:
         assert {"machine", "commit", "versions", "when", "command"} <= set(row)
         assert 0 < row["worst"] <= row["median"] <= row["best"]
@@ -67,7 +66,6 @@ def test_an_axis_makes_a_grid_of_its_own_and_the_table_says_the_states(command, 
         (["--case", "tear"], "there is no such case; there are ceiling, decode"),
         (["--device", "tpu"], "bandwidth is measured on cpu and on cuda"),
         (["--device", "cuda"], "torch sees no GPU here"),
-        (["--folder", "/no/such"], "is no folder"),
     ],
 )
 def test_a_wrong_option_is_one_line(command, options, words, tmp_path, monkeypatch):
@@ -92,13 +90,3 @@ def test_a_gpu_has_its_ceilings_and_swaps(command, tmp_path, monkeypatch):
     found = {(row["case"], row.get("direction", ""), row["device"]) for row in json.loads(out)}
     assert found >= {("ceiling", "", "a GPU"), ("swap", "to the host", "a GPU"), ("swap", "to the device", "a GPU")}
     assert "a GPU" in (tmp_path / "g.svg").read_text()
-
-
-def test_a_disk_that_cannot_be_written_to_is_left_out_in_one_line(command, tmp_path, monkeypatch):
-    def refuse(**_: object) -> None:
-        raise OSError("read-only file system")
-
-    monkeypatch.setattr("tempfile.TemporaryDirectory", refuse)
-    status, _, err = command("bench", "bandwidth", *FAST, "--case", "snapshot", "--record", tmp_path / "r")
-    assert status == 0
-    assert "not measured: snapshot: read-only file system; --folder DIR" in err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from pagedkv import KVLayer, KVSpec, PagedBatch, PagedKVCache, bind_write, gather_kv, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.layout import is_v_in_k
+from pagedkv.tiers import HostTier, Tier
 from tests.cases import Case, as_bytes, empty_layer, moved
 
 if TYPE_CHECKING:
@@ -23,9 +24,11 @@ SPEC: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 80, "head_dim_v": 64, "bl
 KINDS = [None, "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
 
 
-def cache_of(num_layers: int = 1, kv_dtype: str | None = None, backend: str = "auto") -> PagedKVCache:
+def cache_of(
+    num_layers: int = 1, kv_dtype: str | None = None, backend: str = "auto", tiers: Sequence[Tier] = ()
+) -> PagedKVCache:
     spec = KVSpec(num_layers, **SPEC, dtype="float32", kv_dtype=kv_dtype)
-    return PagedKVCache(spec, num_frames=16, kernels=backend)
+    return PagedKVCache(spec, num_frames=16, kernels=backend, tiers=tiers)
 
 
 def stored(cache: PagedKVCache, latents: Tensor, layer: int = 0) -> PagedBatch:
@@ -130,12 +133,10 @@ def test_keys_alone_are_refused_by_a_layer_with_values_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_latents_survive_forks_resizes_and_snapshots(
-    kv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latents_survive_forks_resizes_and_tiers(kv: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that no token was written to are NaN; so a byte that is read and not restored shows."""
     monkeypatch.setenv("PAGEDKV_DEBUG", "2")
-    cache, tokens = cache_of(2, kv), list(range(100, 110))
+    cache, tokens = cache_of(2, kv, tiers=[HostTier("1MiB")]), list(range(100, 110))
     a = cache.open()
     batch, latents = cache.plan([a], [10]), torch.randn(10, 1, 80)
     for layer in (0, 1):
@@ -155,17 +156,19 @@ def test_latents_survive_forks_resizes_and_snapshots(
         assert torch.equal(k.view(2, 11, 1, 80)[:, :10], right[layer][0].expand(2, 10, 1, 80))
         assert torch.equal(k[..., :64], v)
     cache.abort(after)
-    cache.snapshot(tmp_path)
-    other = cache_of(2, kv)
-    other.restore(tmp_path)
-    found = other.open(tokens)
+    assert cache.tiers.flush(20)
+    a.release()
+    b.release()
+    cache.evict(24)
+    assert cache.fetch(tokens).wait(20)
+    found = cache.open(tokens)
     assert len(found) == 8
-    again = other.plan([found], [0])
+    again = cache.plan([found], [0])
     for layer in (0, 1):
-        assert torch.equal(other.gather(layer, again)[0], right[layer][0][:8])
-    other.abort(again)
-    for space in (a, b, found):
-        space.release()
+        assert torch.equal(cache.gather(layer, again)[0], right[layer][0][:8])
+    cache.abort(again)
+    found.release()
+    cache.tiers.close()
 
 
 @pytest.mark.parametrize("kv", [None, "int8"])

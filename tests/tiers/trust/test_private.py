@@ -62,14 +62,6 @@ def test_files_of_a_tier_are_for_this_user_alone_whatever_the_umask(
     assert {stat.S_IMODE(path.stat().st_mode) for path in made} <= {0o700}
 
 
-def test_a_snapshot_is_for_this_user_alone_whatever_the_umask(umask: int, tmp_path: Path) -> None:
-    world = World(PagedKVCache(SPEC, model="m", num_frames=16))
-    world.run(IDS)
-    for _ in range(2):  # the second replaces the first
-        assert world.cache.snapshot(tmp_path / "a" / "snapshot") == 10
-        assert modes(tmp_path) == {"files": {0o600}, "folders": {0o700}}
-
-
 @pytest.mark.parametrize("end", ["lock", "json", "seals", "bytes"])
 @pytest.mark.parametrize("kind", PLANTED)
 def test_a_disk_tier_takes_no_file_of_others_and_keeps_its_own_pages(kind: str, end: str, tmp_path: Path) -> None:
