@@ -21,12 +21,10 @@ from pagedkv.integrations import flashinfer
 from pagedkv.integrations.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     append_paged_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
     merge_state,
-    merge_state_in_place,
     merge_states,
 )
 from tests.integrations.plain import attention
@@ -40,6 +38,10 @@ LAYOUTS = list(itertools.product(["NHD", "HND"], [True, False]))
 
 def int32(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int32)
+
+
+def close(out: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
 
 
 class Pool:
@@ -71,11 +73,11 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("planned", "plain"), OPTIONS, ids=str)
-@pytest.mark.parametrize(("layout", "in_one"), LAYOUTS)
 @pytest.mark.parametrize("queries", [1, 3])
-def test_decode(planned: dict[str, Any], plain: dict[str, Any], layout: str, in_one: bool, queries: int) -> None:
+def test_decode(planned: dict[str, Any], plain: dict[str, Any], queries: int) -> None:
     torch.manual_seed(0)
-    pool = Pool(layout, in_one)
+    layout = "NHD" if queries == 1 else "HND"
+    pool = Pool(layout, True)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout, use_tensor_cores=True)
     wrapper.plan(*pool.tables, *pool.sizes, **FLOAT, q_len_per_req=queries, **planned)
     q, sinks = torch.randn(3 * queries, H, D), torch.randn(H)
@@ -85,16 +87,16 @@ def test_decode(planned: dict[str, Any], plain: dict[str, Any], layout: str, in_
         for b in range(3):
             mine = slice(b * queries, (b + 1) * queries)
             want, want_lse = attention(q[mine], pool.keys[b], pool.values[b], causal=True, **plain, **given)
-            torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
-            torch.testing.assert_close(lse[mine].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+            close(out[mine], want)
+            close(lse[mine], want_lse / math.log(2))
 
 
 @pytest.mark.parametrize(("planned", "plain"), OPTIONS, ids=str)
-@pytest.mark.parametrize(("layout", "in_one"), LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_prefill(planned: dict[str, Any], plain: dict[str, Any], layout: str, in_one: bool, causal: bool) -> None:
+def test_prefill(planned: dict[str, Any], plain: dict[str, Any], causal: bool) -> None:
     torch.manual_seed(1)
-    pool, counts = Pool(layout, in_one), [19, 1, 11]
+    layout = "NHD" if causal else "HND"
+    pool, counts = Pool(layout, False), [19, 1, 11]
     starts = int32([0, *itertools.accumulate(counts)])
     wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, layout)
     wrapper.plan(starts, *pool.tables, *pool.sizes, causal=causal, **FLOAT, **planned)
@@ -105,11 +107,11 @@ def test_prefill(planned: dict[str, Any], plain: dict[str, Any], layout: str, in
     for b in range(3):
         mine = slice(int(starts[b]), int(starts[b + 1]))
         want, want_lse = attention(q[mine], pool.keys[b], pool.values[b], causal=causal, **plain)
-        torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(lse[mine].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+        close(out[mine], want)
+        close(lse[mine], want_lse / math.log(2))
     narrow = wrapper.run(q, pool.cache, window_left=2)  # a window of this call alone
     want, _ = attention(q[20:31], pool.keys[2], pool.values[2], causal=causal, **{**plain, "window": (2, -1)})
-    torch.testing.assert_close(narrow[20:31].double(), want, atol=2e-5, rtol=2e-5)
+    close(narrow[20:31], want)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -130,7 +132,7 @@ def test_custom_masks_among_new_tokens(packed: bool) -> None:
     for b in range(3):
         mine = slice(int(starts[b]), int(starts[b + 1]))
         want, _ = attention(q[mine], pool.keys[b], pool.values[b], mask=masks[b])
-        torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
+        close(out[mine], want)
     masks[2][4, 3] = False
     with pytest.raises(
         InvalidRequest, match="custom_mask of request 2 hides some of its 29 tokens before its 11 queries"
@@ -153,7 +155,7 @@ def test_alibi(num_heads: int) -> None:
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3][:num_heads])
     for b in range(3):
         want, _ = attention(q[b : b + 1], pool.keys[b], pool.values[b], slopes=slopes)
-        torch.testing.assert_close(out[b : b + 1].double(), want, atol=2e-5, rtol=2e-5)
+        close(out[b : b + 1], want)
     with pytest.raises(InvalidRequest, match="return_lse with ALIBI"):
         wrapper.run_return_lse(q, pool.cache)
 
@@ -185,21 +187,20 @@ def test_requests_without_tokens_and_with_more_queries_than_tokens() -> None:
         assert out[0].abs().sum() == 0
         assert (lse[0] == -torch.inf).all()
         want, want_lse = attention(q[1:], pool.keys[1][:2], pool.values[1][:2], causal=causal)
-        torch.testing.assert_close(out[1:].double(), want, atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(lse[1:].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+        close(out[1:], want)
+        close(lse[1:], want_lse / math.log(2))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_plan_for_cuda_graphs_keeps_its_tensors(layout: str) -> None:
+def test_a_plan_for_cuda_graphs_keeps_its_tensors() -> None:
     """A graph replays `run` with the tensors of the first plan: they stay where they are, with bounds for each plan."""
     torch.manual_seed(6)
-    pool = Pool(layout, True)
+    pool = Pool("HND", True)
     buffers = (
         torch.zeros(4, dtype=torch.int32),
         torch.full((F,), -1, dtype=torch.int32),
         torch.zeros(3, dtype=torch.int32),
     )
-    wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers, layout)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND", True, False, *buffers)
     assert wrapper.is_cuda_graph_enabled
     short = (int32([0, 1, 2, 3]), pool.indices[[0, 3, 4]], int32([3, 8, 5]))
     q, batches = torch.randn(3, H, D), []
@@ -212,7 +213,7 @@ def test_a_plan_for_cuda_graphs_keeps_its_tensors(layout: str) -> None:
         out = wrapper.run(q, pool.cache)
         for b, n in enumerate(lengths):
             want, _ = attention(q[b : b + 1], pool.keys[b][:n], pool.values[b][:n])
-            torch.testing.assert_close(out[b : b + 1].double(), want, atol=2e-5, rtol=2e-5)
+            close(out[b : b + 1], want)
     assert len(set(batches)) == 1
     with pytest.raises(InvalidRequest, match="the buffers are for 3 requests"):
         wrapper.plan(int32([0, 1]), pool.indices[:1], int32([1]), *pool.sizes, **FLOAT)
@@ -224,7 +225,7 @@ def test_a_plan_for_cuda_graphs_keeps_its_tensors(layout: str) -> None:
     with pytest.raises(InvalidRequest, match="needs the buffers of all tables"):
         BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
     with pytest.raises(InvalidRequest, match="a buffer of indptr has 3 entries; for 3 requests it must have one more"):
-        CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, buffers[0][:3], *buffers[1:], layout)
+        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND", True, False, buffers[0][:3], *buffers[1:])
 
 
 def test_a_prefill_plan_for_cuda_graphs_takes_fewer_queries() -> None:
@@ -244,7 +245,7 @@ def test_a_prefill_plan_for_cuda_graphs_takes_fewer_queries() -> None:
         for b in range(3):
             mine = slice(int(starts[b]), int(starts[b + 1]))
             want, _ = attention(q[mine], pool.keys[b], pool.values[b], causal=True)
-            torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
+            close(out[mine], want)
     assert len(addresses) == 1
 
 
@@ -272,11 +273,11 @@ def test_forward_replaces_options_of_the_plan() -> None:
     plain = {"window": (5, -1), "softcap": 3.0, "scale": 0.7}
     want, want_lse = attention(q[3:], pool.keys[2], pool.values[2], causal=True, **plain)
     out, lse = prefill.forward_return_lse(q, pool.cache, causal=True, **given)
-    torch.testing.assert_close(out[3:].double(), want, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(lse[3:].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+    close(out[3:], want)
+    close(lse[3:], want_lse / math.log(2))
     found = decode.forward(q[3:], pool.cache, **given)
     want, _ = attention(q[5:], pool.keys[2], pool.values[2], causal=True, **plain)
-    torch.testing.assert_close(found[2:].double(), want, atol=2e-5, rtol=2e-5)
+    close(found[2:], want)
     for wrapper in (prefill, decode):  # vLLM compares these with its layers
         assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale, wrapper._causal) == (
             5,
@@ -359,14 +360,9 @@ def test_states_merge_to_the_attention_over_all_keys() -> None:
     want, want_lse = attention(q, k, v)
     found = merge_states(torch.stack([s[0] for s in states], 1), torch.stack([s[1] for s in states], 1))
     one_by_one = merge_state(*merge_state(*states[0], *states[1]), *states[2])
-    in_place = [x.clone() for x in states[0]]
-    rows = torch.tensor([True, False, True, True, False])
-    merge_state_in_place(*in_place, *merge_state(*states[1], *states[2]), rows)
-    for out, lse in (found, one_by_one, [x[rows] for x in in_place]):
-        kept = slice(None) if len(out) == 5 else rows
-        torch.testing.assert_close(out.double(), want[kept], atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(lse.double(), (want_lse / math.log(2))[kept], atol=2e-5, rtol=2e-5)
-    assert torch.equal(in_place[0][~rows], states[0][0][~rows])
+    for out, lse in (found, one_by_one):
+        close(out, want)
+        close(lse, want_lse / math.log(2))
     broken = merge_states(torch.ones(1, 2, 1, 3), torch.tensor([[[0.0], [torch.nan]]]))
     assert all(x.isnan().all() for x in broken)
 
@@ -405,43 +401,41 @@ def test_plans_that_are_refused(name: str) -> None:
         plan(Pool("NHD", True), **changed)
 
 
-def test_calls_that_are_refused() -> None:
-    pool, q = Pool("NHD", True), torch.randn(3, H, D)
-    with pytest.raises(InvalidRequest, match=r"run\(\) before plan\(\)"):
-        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE).run(q, pool.cache)
-    wrapper = plan(pool)
-    with pytest.raises(InvalidRequest, match="q is torch.bfloat16 and the cache torch.float32"):
-        wrapper.run(q.bfloat16(), pool.cache)
-    with pytest.raises(InvalidRequest, match="plan\\(\\) was told of 3 queries"):
-        wrapper.run(q[:2], pool.cache)
-    with pytest.raises(InvalidRequest, match="heads of 16 and 16"):
-        wrapper.run(q[..., :8], pool.cache)
-    with pytest.raises(InvalidRequest, match="page 0 of sequence 0"):
-        wrapper.run(q, pool.cache[: int(pool.indices[0])])
-    with pytest.raises(InvalidRequest, match=r"out is \[1, 3, 4, 16\]; it must be \[3, 4, 16\]"):
-        wrapper.run(q, pool.cache, out=q[None])
-    with pytest.raises(InvalidRequest, match="out is torch.float16"):
-        wrapper.run(q, pool.cache, out=q.half())
-    before = torch.full_like(q, 7.0)
-    with pytest.raises(InvalidRequest, match=r"lse is \[2, 4\]; it must be \[3, 4\]"):
-        wrapper.run(q, pool.cache, out=before, lse=torch.ones(2, H), return_lse=True)
-    with pytest.raises(InvalidRequest, match="lse is torch.float16"):
-        wrapper.run(q, pool.cache, out=before, lse=torch.ones(3, H).half(), return_lse=True)
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"q": torch.zeros(3, H, D).bfloat16()}, "q is torch.bfloat16 and the cache torch.float32"),
+    "queries": ({"q": torch.zeros(2, H, D)}, r"plan\(\) was told of 3 queries"),
+    "dims": ({"q": torch.zeros(3, H, 8)}, "heads of 16 and 16"),
+    "dims of out": ({"out": torch.ones(1, 3, H, D)}, r"out is \[1, 3, 4, 16\]; it must be \[3, 4, 16\]"),
+    "dtype of out": ({"out": torch.ones(3, H, D).half()}, "out is torch.float16"),
+    "lse": ({"lse": torch.ones(2, H), "return_lse": True}, r"lse is \[2, 4\]; it must be \[3, 4\]"),
+    "dtype of lse": ({"lse": torch.ones(3, H).half(), "return_lse": True}, "lse is torch.float16"),
+    "scales": ({"k_scale": torch.ones(2)}, "kernels here take one number"),
+    "count": ({"q_len_per_req": 7}, "not q_len_per_req=7 for each request"),
+    "three": ({"paged_kv_cache": (torch.ones(F, S, K, D),) * 3}, "or a tuple of K and V"),
+    "four dims": ({"paged_kv_cache": torch.ones(F, S, K, D)}, r"paged_kv_cache is \[14, 8, 2, 16\]"),
+    "few pages": ({"paged_kv_cache": torch.ones(1, 2, S, K, D)}, "page 0 of sequence 0"),
+    "option": ({"kv_cache_sf": torch.ones(2)}, "kv_cache_sf of flashinfer is not served"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_are_refused_change_nothing(name: str) -> None:
+    changed, message = CALLS[name]
+    pool, before = Pool("NHD", True), torch.full((3, H, D), 7.0)
+    pool.indices[0] = F - 1
+    call = {"q": torch.zeros(3, H, D), "paged_kv_cache": pool.cache, "out": before, **changed}
+    with pytest.raises(InvalidRequest, match=message):
+        plan(pool).run(**call)
     assert (before == 7.0).all()
-    with pytest.raises(InvalidRequest, match="kernels here take one number"):
-        wrapper.run(q, pool.cache, k_scale=torch.ones(2))
-    with pytest.raises(InvalidRequest, match="not q_len_per_req=7 for each request"):
-        wrapper.run(q, pool.cache, q_len_per_req=7)
-    with pytest.raises(InvalidRequest, match="or a tuple of K and V"):
-        wrapper.run(q, (pool.cache, pool.cache, pool.cache))
-    with pytest.raises(InvalidRequest, match=r"paged_kv_cache is \[14, 8, 2, 16\]"):
-        wrapper.run(q, pool.cache[:, 0])
-    with pytest.raises(InvalidRequest, match="kv_cache_sf of flashinfer is not served"):
-        wrapper.run(q, pool.cache, kv_cache_sf=torch.ones(1))
-    with pytest.raises(InvalidRequest, match="scoring of several items"):
-        BatchPrefillWithPagedKVCacheWrapper(WORKSPACE).plan(
-            int32([0, 1, 2, 3]), *pool.tables, *pool.sizes, prefix_len_ptr=int32([1])
-        )
+
+
+def test_an_order_or_an_option_that_is_not_served_is_refused() -> None:
+    pool, prefill = Pool("NHD", True), BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(InvalidRequest, match=r"run\(\) before plan\(\)"):
+        prefill.run(torch.zeros(3, H, D), pool.cache)
+    with pytest.raises(InvalidRequest, match="prefix_len_ptr of flashinfer is not served"):
+        prefill.plan(int32([0, 1, 2, 3]), *pool.tables, *pool.sizes, prefix_len_ptr=int32([1, 2]))
+    prefill.plan(int32([0, 1, 2, 3]), *pool.tables, *pool.sizes, **FLOAT, block_tables=int32([1, 2]), rope_theta=1e4)
 
 
 def test_install_takes_the_name(monkeypatch: pytest.MonkeyPatch) -> None:

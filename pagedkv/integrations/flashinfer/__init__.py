@@ -18,23 +18,20 @@ from __future__ import annotations
 
 from pagedkv.integrations import stand_in
 from pagedkv.integrations.flashinfer.pages import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
-from pagedkv.integrations.flashinfer.states import merge_state, merge_state_in_place, merge_states
+from pagedkv.integrations.flashinfer.states import merge_state, merge_states
 from pagedkv.integrations.flashinfer.wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "append_paged_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
     "install",
     "merge_state",
-    "merge_state_in_place",
     "merge_states",
 ]
 __version__ = "0.6.18"

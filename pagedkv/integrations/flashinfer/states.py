@@ -22,14 +22,6 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return v, s.div_(LN2)
 
 
-def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """Merge v_other and s_other into v and s, in the rows where mask, bool [T], is True; None: in all."""
-    merged = merge_state(v, s, v_other, s_other)
-    for target, values in zip((v, s), merged, strict=True):
-        kept = values if mask is None else torch.where(mask.bool().view(-1, *[1] * (target.dim() - 1)), values, target)
-        target.copy_(kept)
-
-
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention over N disjoint sets of keys, from the attention over each. LSE in base 2.
 

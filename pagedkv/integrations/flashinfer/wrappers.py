@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +14,12 @@ from pagedkv.integrations import stand_in
 from pagedkv.integrations.flashinfer.pages import layer_of
 from pagedkv.integrations.flashinfer.states import LN2
 from pagedkv.integrations.flashinfer.step import alibi_slopes, batch_of, tree_mask
+
+UNREAD: Final = frozenset(
+    ("block_tables", "disable_split_kv", "max_sequence_kv", "max_token_per_sequence", "non_blocking", "rope_scale",
+     "rope_theta", "seq_lens_q", "token_pos_in_items_len")
+)  # fmt: skip
+"""Options of `plan` that change nothing here. Those of RoPE belong to a mode that is refused."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class _PagedWrapper:
     fixed: the buffers of the caller for the tables that `plan` gets, indptr, indices and last_page_len first. With
            them, `plan` writes to the same tensors in each step, so that a CUDA graph may replay `run`.
     """
+
+    _is_decoding = False
 
     def __init__(
         self, workspace: Tensor, kv_layout: str, fixed: tuple[Tensor | None, ...] | None, jit_args: object
@@ -92,9 +99,6 @@ class _PagedWrapper:
 
     def end_forward(self) -> None:
         """Do nothing, as in flashinfer."""
-
-    run: Callable[..., Any]
-    forward: Callable[..., Any]
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """Return `run` with return_lse=True."""
@@ -185,21 +189,50 @@ class _PagedWrapper:
         kept.cu_seqlens_q.copy_(batch.cu_seqlens_q)
         return kept
 
-    def _override(
-        self, pos_encoding_mode: str, window_left: int, soft_cap: float | None, scale: float | None, causal: bool
-    ) -> None:
-        """Replace options of the plan, as `forward` does."""
-        plan = self._planned
-        options = {**plan.options, **self._options(pos_encoding_mode, soft_cap, causal, plan.sizes[0])}
+    def forward(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *, causal: bool | None = None,
+        pos_encoding_mode: str = "NONE", window_left: int = -1, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, return_lse: bool = False, **scales: Any,
+    ) -> Any:  # fmt: skip
+        """Replace options of the plan, and run. flashinfer deprecates it, and engines written for it call it so.
+
+        causal: None for False in the wrapper for prompts, and True in that for decoding. scales: see `run`.
+        """
+        plan, is_causal = self._planned, self._is_decoding if causal is None else causal
+        options = {**plan.options, **self._options(pos_encoding_mode, logits_soft_cap, is_causal, plan.sizes[0])}
         if pos_encoding_mode == "NONE":
             options.pop("alibi_slopes", None)
-        self._plan = replace(plan, scale=scale, window_left=window_left, options=options, served={})
+        self._plan = replace(plan, scale=sm_scale, window_left=window_left, options=options, served={})
+        return self.run(q, paged_kv_cache, return_lse=return_lse, **scales)
 
-    def _run(
-        self, q: Tensor, cache: Tensor | tuple[Tensor, Tensor], scales: tuple[Any, Any, Any], out: Tensor | None,
-        lse: Tensor | None, return_lse: bool, window_left: int | None, sinks: Tensor | None,
-    ) -> Any:  # fmt: skip
-        plan, layer = self._planned, layer_of(cache, self._kv_layout)
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        *args: Any,
+        q_scale: float | Tensor | None = None,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        **unserved: Any,
+    ) -> Any:
+        """Attend from the queries of a step in one layer.
+
+        q_scale, k_scale: factors of the scores. v_scale: a factor of the result. sinks: [H].
+        Shapes:   q [T, H, D]; returns out [T, H, Dv]; with return_lse also float32 [T, H], base 2
+        Modifies: out and lse, if given, and returns them
+        Raises:   InvalidRequest, for further options too if they are set; KernelUnavailable
+        """
+        stand_in.refuse("flashinfer", further_arguments=args or None, **unserved)
+        if q_len_per_req is not None and q_len_per_req * len(self._planned.batch.seq_lens) != len(q):
+            raise InvalidRequest(f"q has {len(q)} rows, which are not q_len_per_req={q_len_per_req} for each request")
+        plan, layer = self._planned, layer_of(paged_kv_cache, self._kv_layout)
         _check(plan, q, layer, out, lse if return_lse else None)
         if return_lse and "alibi_slopes" in plan.options:
             raise InvalidRequest("return_lse with ALIBI: flashinfer counts positions from elsewhere in the LSE")
@@ -207,16 +240,16 @@ class _PagedWrapper:
         causal = plan.options["causal"]
         window: Any = None if left < 0 else (left + 1 if causal else (left, None))
         scale = q.shape[-1] ** -0.5 if plan.scale is None else plan.scale
-        scale *= _factor("q_scale", scales[0]) * _factor("k_scale", scales[1])
+        scale *= _factor("q_scale", q_scale) * _factor("k_scale", k_scale)
         options = {**plan.options, "window": window, "scale": scale, "sinks": sinks}
         key = (len(layer.k), window is None)
         if key not in plan.served:
             plan.served[key] = stand_in.served(layer, plan.batch, **options)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        is_direct = out is not None and out.dtype == q.dtype and out.stride(-1) == 1 and scales[2] is None
+        is_direct = out is not None and out.dtype == q.dtype and out.stride(-1) == 1 and v_scale is None
         result, found_lse = stand_in.attend(q, layer, plan.served[key], out if is_direct else None, **options)
         if not is_direct:
-            result = result if scales[2] is None else result.float() * _factor("v_scale", scales[2])
+            result = result if v_scale is None else result.float() * _factor("v_scale", v_scale)
             result = result.to(plan.dtypes[2]) if out is None else out.copy_(result)
         if not return_lse:
             return result
@@ -257,6 +290,8 @@ def _factor(name: str, scale: Any) -> float:
 class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
     """Attention of a few queries of each request, in a step of decoding."""
 
+    _is_decoding = True
+
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -290,16 +325,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         o_data_type: str | torch.dtype | None = None,
         data_type: str | torch.dtype | None = None,
         sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: Tensor | None = None,
+        *,
         seq_lens: Tensor | None = None,
         fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
         q_len_per_req: int = 1,
-        *,
-        window_right: int = 0,
+        **others: Any,
     ) -> None:
         """Make the tables of a step. The host reads indptr and last_page_len.
 
@@ -309,9 +339,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         q_len_per_req:    queries of each request, its last tokens, causal
         Shapes: indptr int32 [B + 1], indices int32 [indptr[-1]], last_page_len int32 [B]; seq_lens [B] replaces what
                 they say
-        Raises: InvalidRequest
+        Raises: InvalidRequest, for further options too if they are set, except UNREAD
         """
-        stand_in.refuse("flashinfer", window_right=window_right)
+        _refuse_unserved(others)
         if q_len_per_req < 1:
             raise InvalidRequest(f"q_len_per_req is {q_len_per_req}; it must be at least 1")
         queries = torch.arange(len(last_page_len) + 1, dtype=torch.int32) * q_len_per_req
@@ -325,75 +355,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         )  # fmt: skip
 
     begin_forward = plan
-
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        kv_cache_sf: Any = None,
-    ) -> Any:
-        """Attend from the queries of a step in one layer.
-
-        q_scale, k_scale: factors of the scores. v_scale: a factor of the result. sinks: [H].
-        Shapes:   q [B * q_len_per_req, H, D]; returns out, the same shape; with return_lse also float32 [T, H], base 2
-        Modifies: out and lse, if given, and returns them
-        Raises:   InvalidRequest; KernelUnavailable
-        """
-        stand_in.refuse(
-            "flashinfer", further_arguments=args or None, kv_cache_sf=kv_cache_sf,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        )  # fmt: skip
-        if q_len_per_req is not None and q_len_per_req * len(self._planned.batch.seq_lens) != len(q):
-            raise InvalidRequest(f"q has {len(q)} rows, which are not q_len_per_req={q_len_per_req} for each request")
-        return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
-
-    def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Replace options of the plan, and run. flashinfer deprecates it."""
-        self._override(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, True)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-
-class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """A wrapper whose `run` a CUDA graph may replay after another `plan`."""
-
-    def __init__(
-        self,
-        workspace_buffer: Tensor,
-        indptr_buffer: Tensor,
-        indices_buffer: Tensor,
-        last_page_len_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_tensor_cores: bool = False,
-    ) -> None:
-        super().__init__(
-            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
-        )
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
@@ -436,23 +397,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         sm_scale: float | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
+        *,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
         o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: Tensor | None = None,
-        token_pos_in_items_ptr: Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Tensor | None = None,
         seq_lens: Tensor | None = None,
-        seq_lens_q: Tensor | None = None,
-        block_tables: Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
+        **others: Any,
     ) -> None:
         """Make the tables of a step. The host reads them, and the mask.
 
@@ -464,8 +415,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
                 paged_kv_last_page_len int32 [B]
         Raises: InvalidRequest
         """
-        if prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None:
-            raise InvalidRequest("scoring of several items in a request is not served; give a custom_mask")
+        _refuse_unserved(others)
         self._set_plan(
             qo_indptr, (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len), seq_lens,
             (num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo or head_dim_qk),
@@ -476,55 +426,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
 
     begin_forward = plan
 
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        *args: Any,
-        q_scale: float | Tensor | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
-    ) -> Any:
-        """Attend from the queries of a step in one layer.
 
-        Shapes:   q [qo_indptr[-1], H, D]; returns out [T, H, Dv]; with return_lse also float32 [T, H], base 2
-        Others as in the wrapper for decoding.
-        """
-        stand_in.refuse(
-            "flashinfer", further_arguments=args or None, kv_cache_sf=kv_cache_sf, use_fp16_softmax=use_fp16_softmax,
-            uses_spcompress=uses_spcompress, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        )  # fmt: skip
-        return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
-
-    def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Replace options of the plan, and run. flashinfer deprecates it."""
-        self._override(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+def _refuse_unserved(others: dict[str, Any]) -> None:
+    """Raise InvalidRequest if an option of `plan` is set that no kernel here serves."""
+    stand_in.refuse("flashinfer", **{name: value for name, value in others.items() if name not in UNREAD})
 
 
 def _dtype(of: object) -> torch.dtype:
