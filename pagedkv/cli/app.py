@@ -39,7 +39,7 @@ LOADING: Final = (
     "dtype weights device kv_dtype block_size num_frames memory tiers kernels speculate window sinks".split()
 )
 LIMITS: Final = ("max_sequences", "prefill_chunk")
-REST: Final = ("biases", "num_samples", "tenant", "as_json", "trace")
+REST: Final = ("biases", "num_samples", "tenant", "as_json")
 """Options of `generate` by the same names: SamplingParams, Engine.load, Limits, and other fields of Arguments."""
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
@@ -100,7 +100,6 @@ def generate(
     prefill_chunk: options.PrefillChunk = None,
     tenant: options.Tenant = "",
     speculate: options.Speculate = None,
-    trace: options.Trace = None,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
     given = _checked(locals())
@@ -155,7 +154,6 @@ def serve(
     max_body: options.ServeBody = "4MiB",
     max_connections: options.ServeConnections = 1024,
     drain: options.ServeDrain = 60,
-    send_timeout: options.ServeSend = 60,
     step_timeout: options.ServeStep = 300,
     kv_events: options.ServeEvents = None,
     kv_events_replay: options.ServeReplay = None,
@@ -180,7 +178,7 @@ def serve(
     from pagedkv.cli.serve import Arguments, run
 
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk, "max_waiting": max_waiting}
-    listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
+    listening: dict[str, Any] = {"drain_s": drain, "step_s": step_timeout}
     listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
     listening |= {"events": kv_events, "events_replay": kv_events_replay, "events_topic": kv_events_topic}
     listening |= {"max_prompt": max_prompt, "key_share": key_share, "shared_priorities": shared_priorities}

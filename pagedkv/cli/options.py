@@ -43,9 +43,6 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N."
 JsonObject = Annotated[
     bool, typer.Option("--json", help="Print one JSON object (a line for each prompt of a .jsonl), no more.")
 ]
-Trace = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the lives of all requests there, for Perfetto.")
-]
 
 # generate: the chat template
 
@@ -128,7 +125,7 @@ PresencePenalty = Annotated[
 NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
 Speculate = Annotated[
     str | None,
-    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, prompt-tree, draft, or a smaller model as --model."),
+    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, draft, or a smaller model as --model."),
 ]
 SeenWindow = Annotated[
     int | None,
@@ -190,11 +187,7 @@ ServeHosts = Annotated[
     typer.Option(metavar="NAME", help="A name that clients ask for; may be given again.", rich_help_panel=_CLIENTS),
 ]
 ServeConnections = Annotated[
-    int, typer.Option(metavar="N", min=1, max=2**20, help="At once; idle ones make room.", rich_help_panel=_CLIENTS)
-]
-ServeSend = Annotated[
-    float,
-    typer.Option(metavar="N", min=0.1, help="Seconds for a client to take something.", rich_help_panel=_CLIENTS),
+    int, typer.Option(metavar="N", min=1, max=2**20, help="At once; more are refused.", rich_help_panel=_CLIENTS)
 ]
 ServeStep = Annotated[
     float, typer.Option(metavar="N", min=0.1, help="Seconds of a step that /health bears.", rich_help_panel=_CLIENTS)
@@ -269,9 +262,7 @@ ReplayTier = Annotated[
     str | None, typer.Option(metavar="N", help="Frames of a tier below each pool, or 8x for eight times the pool.")
 ]
 ReplayBytesPerToken = Annotated[int, typer.Option(metavar="N", help="For --memory; as is, Llama 3.1 8B in bfloat16.")]
-ReplayPolicy = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="lru, 2q, lfu, cost, priority, belady, estimate, all.")
-]
+ReplayPolicy = Annotated[list[str] | None, typer.Option(metavar="NAME", help="lru, 2q, lfu, cost, belady, all.")]
 ReplayPlot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw hit rate against pool size.")]
 
 JsonList = Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")]

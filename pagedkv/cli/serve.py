@@ -43,6 +43,7 @@ def run(args: Arguments) -> int:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
     _require_events(args.listening)
+    _require_hosts(args.listening)
     keys, folder = keys_of(args), None if args.model is None else hub.find(args.model)
     max_body = parse_bytes(args.max_body)
     sock = bound(args.host, args.port)
@@ -78,6 +79,13 @@ def _require_events(listening: dict[str, Any]) -> None:
             raise InvalidRequest("--kv-events-replay and --kv-events-topic need --kv-events; give it an address, too")
     elif missing := [name for name in NEEDED_BY_EVENTS if find_spec(name) is None]:
         raise InvalidRequest(f"--kv-events needs {missing[0]}; install it with: pip install 'pagedkv[events]'")
+
+
+def _require_hosts(listening: dict[str, Any]) -> None:
+    """Raise InvalidRequest for a pattern that is not the names of one domain."""
+    for name in listening["hosts"]:
+        if "*" in name.removeprefix("*.") or not name:
+            raise InvalidRequest(f"--allowed-host is {name!r}; give a name, or *.example.com for all of a domain")
 
 
 def keys_of(args: Arguments) -> ApiKeys | None:

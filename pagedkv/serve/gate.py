@@ -1,24 +1,23 @@
-"""The gate before the routes: host, key, number of requests, size and time of a body. Plain ASGI; knows no engine.
+"""The gate before the routes: key, number of requests, size and time of a body. Plain ASGI; knows no engine.
 
-    request ─▶ one length, host? ─▶ key? ─▶ draining? fewer than max_requests inside? ─▶ body whole, small, in time?
-                  400       421      401       503        429                                413, 408, 415  ─▶ routes
+    request ─▶ one length? ─▶ key? ─▶ draining? fewer than max_requests inside? ─▶ body whole, small, in time?
+                  400          401      503        429                                413, 408, 415  ─▶ routes
+
+Starlette looks at the Host header before the gate, and uvicorn limits heads and connections (process.py).
 
 The key is asked for before a byte of the body is read. A body must be declared as JSON: a page of another site in a
-browser cannot send that without leave (CORS), and no leave is ever given. A page whose own name leads to this machine
-(DNS rebinding) needs no leave; `hosts` keeps it out.
-
-An answer goes out in parts of PART bytes: `send` waits for a client that is behind, so that the server holds one part.
+browser cannot send that without leave (CORS), and no leave is ever given.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import json
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 
 from pagedkv.serve.answers import error
 from pagedkv.serve.keys import ApiKeys
@@ -30,33 +29,35 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 BODY_SECONDS: Final = 30.0
-"""The limit for a body to arrive."""
+"""The limit for a body to arrive: a request that waits for its body has a place."""
 
 DISCARDED: Final = 2**26
 """Bytes of a body over the limit that are read and dropped, so that the client reads the answer before a reset."""
 
-PART: Final = 2**16
-"""Bytes of an answer that are handed to the connection at once."""
-
 RETRY_SECONDS: Final = 1
 
-_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{0,5})?", re.ASCII)
-"""The whole of a Host header (RFC 9110, 7.2), and no more."""
-
 GONE: Final = 499
-"""The status under which an answer is counted whose client went away before it began: nginx's number."""
+"""The status under which an answer is counted if its client went away before it began: nginx's number."""
+
+HEADERS: Final = {
+    400: {"Connection": "close"},  # what follows may be another request
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},  # and so is the rest of a body
+    413: {"Connection": "close"},
+    429: {"Retry-After": str(RETRY_SECONDS)},
+    503: {"Retry-After": str(RETRY_SECONDS)},
+}
 
 
 @dataclass(frozen=True)
 class Rules:
     """The rules of a gate.
 
-    keys:  None for a server without any. hosts: names that a Host header may have; None for any.
-    max_body: bytes. max_requests: POSTs inside at once. shares: None if a tenant may have all.
+    keys: None for a server without any. max_body: bytes. max_requests: POSTs inside at once.
+    shares: None if a tenant may have all.
     """
 
     keys: ApiKeys | None
-    hosts: frozenset[str] | None
     max_body: int
     max_requests: int
     shares: Shares | None = None
@@ -64,7 +65,7 @@ class Rules:
 
 class _Refused(Exception):
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> None:
-        self.status, self.body = status, error(message, kind, code=code)
+        self.answer = JSONResponse(error(message, kind, code=code), status, HEADERS.get(status))
 
 
 class Gate:
@@ -85,20 +86,24 @@ class Gate:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         statuses: list[int] = []
-        parts = _in_parts(send, statuses)
+
+        async def noted(message: Message) -> None:
+            if "status" in message:
+                statuses.append(message["status"])
+            await send(message)
+
         try:
-            await self._serve(scope, receive, parts)
+            await self._serve(scope, receive, noted)
         except _Refused as refused:
-            await _answer(refused, parts)
+            await refused.answer(scope, receive, noted)
         finally:
             if scope["path"].startswith("/v1/"):
                 self._answered(statuses[0] if statuses else GONE)
 
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may have read the other one
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
             raise _Refused(400, "the request has a Content-Length and a Transfer-Encoding; send one of them")
-        self._check_host([host.decode("latin-1") for name, host in scope["headers"] if name == b"host"])
         state = scope.setdefault("state", {})
         if scope["method"] == "POST" or scope["path"].startswith("/v1/"):  # a body takes a place, whatever its path
             state["tenant"] = self._tenant(headers)
@@ -115,28 +120,13 @@ class Gate:
             if place is not None:
                 place.leave()
 
-    def _check_host(self, hosts: list[str]) -> None:
-        """Refuse a name that is not allowed. A browser names the host of the page; HTTP/1.0 may name none."""
-        names = self._rules.hosts
-        if names is not None and not all(is_allowed(host, names) for host in hosts):
-            shown = ", ".join(hosts)[:80]
-            raise _Refused(
-                421,
-                f"the Host header is {shown!r}, a name under which this server is not known; ask for 127.0.0.1 or "
-                "localhost, or start the server with --allowed-host",
-                code="host_not_allowed",
-            )
-
-    def _tenant(self, headers: dict[bytes, bytes]) -> bytes:
+    def _tenant(self, headers: Headers) -> bytes:
         if self._rules.keys is None:
             return b""
-        tenant = self._rules.keys.tenant_of(headers.get(b"authorization", b""))
+        tenant = self._rules.keys.tenant_of(headers.get("authorization", "").encode("latin-1"))
         if tenant is None:
-            raise _Refused(
-                401,
-                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            raise _Refused(401, message, code="invalid_api_key")
         return tenant
 
     def _place(self, tenant: bytes) -> Place | None:
@@ -151,53 +141,31 @@ class Gate:
             if shares is None or (place := shares.enter(tenant)) is not None:
                 return None if shares is None else place
             number, owner = shares.running + shares.waiting, "of a key"
-        raise _Refused(
-            429,
-            f"{number} requests run or wait already, the limit {owner}; send it again later",
-            "rate_limit_error",
-            "rate_limit_exceeded",
-        )
+        message = f"{number} requests run or wait already, the limit {owner}; send it again later"
+        raise _Refused(429, message, "rate_limit_error", "rate_limit_exceeded")
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
         """Return the whole body; None if the client went away."""
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        most, parts, size = self._rules.max_body, list[bytes](), 0
-        declared = headers.get(b"content-length", b"")
-        more = not (declared.isdigit() and len(declared) < 20 and int(declared) > max(DISCARDED, most))
-        size = 0 if more else most + 1
+        most, declared = self._rules.max_body, headers.get("content-length", "0")
+        most_read = max(most, DISCARDED)
+        body, more = bytearray(), True
+        size = 0 if len(declared) < 20 and int(declared) <= most_read else most_read + 1
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while more and size <= max(DISCARDED, most):
+                while more and size <= most_read:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size <= most:
-                        parts.append(part)
-                    else:
-                        parts.clear()
+                    body += part if size <= most else b""
         except TimeoutError:
             raise _Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s; send it again") from None
         if size > most:
             raise _Refused(413, f"the body has more than {most:,} bytes, the limit; send a shorter prompt")
-        if kind != b"application/json":
+        if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise _Refused(415, "the body is not declared as JSON; send the header Content-Type: application/json")
-        return b"".join(parts)
-
-
-def is_allowed(host: str, names: frozenset[str]) -> bool:
-    """Return whether a Host header is one of `names`, or an address: no DNS leads there. A port may follow."""
-    found = _HOST.fullmatch(host)
-    if found is None:
-        return False
-    try:
-        if found["address"]:
-            return bool(ipaddress.IPv6Address(found["address"]))
-        name = found["name"].lower().removesuffix(".")
-        return name in names or bool(ipaddress.IPv4Address(name))
-    except ValueError:
-        return False
+        return bytes(body)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -208,31 +176,3 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return first
-
-
-def _in_parts(send: Send, statuses: list[int]) -> Send:
-    """Return a `send` that hands a body on in parts, and notes the status in `statuses`."""
-
-    async def one_by_one(message: Message) -> None:
-        if "status" in message:
-            statuses.append(message["status"])
-            return await send(message)
-        body, has_more = message.get("body", b""), message.get("more_body", False)
-        for start in range(0, max(1, len(body)), PART):
-            end = start + PART
-            await send({**message, "body": body[start:end], "more_body": has_more or end < len(body)})
-
-    return one_by_one
-
-
-async def _answer(refused: _Refused, send: Send) -> None:
-    body = json.dumps(refused.body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refused.status in (429, 503):
-        headers.append((b"retry-after", str(RETRY_SECONDS).encode()))
-    if refused.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if refused.status in (400, 408, 413):
-        headers.append((b"connection", b"close"))  # the rest of the body was not read, or may be another request
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

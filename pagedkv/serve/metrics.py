@@ -1,4 +1,4 @@
-"""Metrics of a server for Prometheus: the figures of its engine and its cache, answers and connections. Knows no HTTP.
+"""Metrics of a server for Prometheus: the figures of its engine and its cache, and answers. Knows no HTTP.
 
 pagedkv/integrations/prometheus.py has the figures of the engine. They are read at a scrape.
 """
@@ -23,16 +23,10 @@ class Metrics:
         prometheus.register_engine(engine, registry=registry)
         meaning = "Answers under /v1 by status, refusals too; 499: the client went away before."
         self._answers = Counter("pagedkv_answers", meaning, ["status"], registry=registry)
-        meaning = "Connections that the server ended or refused, by reason."
-        self._dropped = Counter("pagedkv_connections_dropped", meaning, ["reason"], registry=registry)
 
     def answered(self, status: int) -> None:
         """Count an answer."""
         self._answers.labels(str(status)).inc()
-
-    def dropped(self, reason: str) -> None:
-        """Count a connection that was ended or refused."""
-        self._dropped.labels(reason).inc()
 
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

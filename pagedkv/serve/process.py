@@ -21,15 +21,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from pagedkv.model.engine import Engine
 from pagedkv.serve.app import Routes, Service
-from pagedkv.serve.connection import Connection, ConnectionTable
 from pagedkv.serve.gate import Gate, Rules
 from pagedkv.serve.keys import ApiKeys
 from pagedkv.serve.shares import Shares
@@ -37,9 +36,6 @@ from pagedkv.serve.streaming import AsyncEngine
 
 SWITCH_SECONDS: Final = 0.0005
 """The time for which the event loop may hold the interpreter while a step waits for it."""
-
-SEND_BUFFER: Final = 2**18
-"""Bytes of an answer that the kernel holds for a client (SO_SNDBUF)."""
 
 BACKLOG: Final = 256
 """Connections that wait for `accept`."""
@@ -61,10 +57,10 @@ class Listening:
     name:            the name of the model. keys: None for a server without keys.
     key_share:       the part of the places to run and to wait that one of several tenants may have.
     shared_priorities: whether priorities count among the requests of all tenants.
-    hosts:           names besides those of this machine that a Host header may have.
+    hosts:           names besides those of this machine that a Host header may have, or *.example.com.
     max_waiting:     the longest queue. max_prompt: the most tokens of a prompt; None: as many as fit.
-    max_body:        bytes. max_connections: connections open at once.
-    drain_s, send_s: seconds to end in; and for a client that is behind to take something.
+    max_body:        bytes. max_connections: connections open at once, of which each has at most one request.
+    drain_s:         seconds to end in.
     step_s:          seconds that a step may take before /health says that it hangs.
     events:          the address where KV events are published, None for none; `events_replay` and `events_topic` are
                      `replay` and `topic` of EventPublisher.
@@ -80,7 +76,6 @@ class Listening:
     max_body: int = 2**22
     max_connections: int = 1024
     drain_s: float = 60
-    send_s: float = 60
     step_s: float = 300
     events: str | None = None
     events_replay: str | None = None
@@ -116,27 +111,21 @@ async def _serve(sock: socket.socket, engine: AsyncEngine, listening: Listening)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our connections and signals; SIGINT keeps the handler of the process."""
+    """uvicorn's server with the gate and our signals; SIGINT keeps the handler of the process."""
 
     def __init__(self, sock: socket.socket, engine: AsyncEngine, listening: Listening) -> None:
         self._engine, self._listening = engine, listening
         self._routes = Routes(Service(engine, listening.name, listening.max_prompt, listening.step_s))
         metrics, running = self._routes.metrics, engine.engine.scheduler.limits.max_sequences
         most = running + listening.max_waiting
-        host = sock.getsockname()[0]
-        hosts = frozenset({"localhost", *listening.hosts}) if listening.hosts or _is_loopback(host) else None
-        rules = Rules(listening.keys, hosts, listening.max_body, most, _shares(listening, running))
+        rules = Rules(listening.keys, listening.max_body, most, _shares(listening, running))
         self._gate = Gate(self._routes.app, rules, metrics.answered)
-        allowed = _allowed_connections(listening.max_connections)
-        self._table = ConnectionTable(allowed, listening.send_s, metrics.dropped)
-        connection: Any = partial(Connection, table=self._table)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit both
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        gate: Any = self._gate
+        app: Any = TrustedHostMiddleware(self._gate, _hosts(sock, listening), www_redirect=False)  # type: ignore[arg-type]
         super().__init__(
             uvicorn.Config(
-                gate, http=connection, lifespan="off", log_config=None, access_log=False, server_header=False,
-                ws="none", backlog=BACKLOG, timeout_graceful_shutdown=int(2 * FLUSH_SECONDS),
+                app, http="h11", lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
+                limit_concurrency=_allowed_connections(listening.max_connections) + 1,  # uvicorn refuses the last one
+                backlog=BACKLOG, timeout_graceful_shutdown=int(2 * FLUSH_SECONDS),
             )
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,7 +149,6 @@ class _Server(uvicorn.Server):
         """Listen, then say where."""
         host, port = sockets[0].getsockname()[:2] if sockets else ("", 0)
         await super().startup(sockets)
-        self._tasks.append(asyncio.create_task(self._table.run()))
         if self._listening.keys is None and not _is_loopback(host):
             print("pagedkv: without an API key, all who reach this address can use it", file=sys.stderr, flush=True)
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -169,11 +157,6 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end: as uvicorn decides, or because the engine stopped."""
         return await super().on_tick(counter) or (self._engine.stopped is not None and not self.is_draining)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections; those that have bytes left get a little time."""
-        asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._table.abort)
-        await super().shutdown(sockets)
 
     def _terminate(self) -> None:
         """Drain, or end at once if the server drains already."""
@@ -188,7 +171,6 @@ class _Server(uvicorn.Server):
         if self._gate.num_inside:
             await self._engine.aclose(f"the server ended {self._listening.drain_s:g} s after it was told to")
             await self._empty(FLUSH_SECONDS)
-            self._table.abort()
         self.should_exit = True
 
     async def _empty(self, seconds: float) -> None:
@@ -205,6 +187,14 @@ def _shares(listening: Listening, max_sequences: int) -> Shares | None:
         return None
     running, waiting = (max(1, int(listening.key_share * most)) for most in (max_sequences, listening.max_waiting))
     return Shares(running, waiting, shares_priorities=listening.shared_priorities)
+
+
+def _hosts(sock: socket.socket, listening: Listening) -> list[str]:
+    """Return the names that a Host header may have: a page may give its own name to this machine (DNS rebinding)."""
+    host = sock.getsockname()[0]
+    if not listening.hosts and not _is_loopback(host):
+        return ["*"]
+    return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *listening.hosts]
 
 
 def _is_loopback(host: str) -> bool:

@@ -206,7 +206,6 @@ class AsyncEngine:
         """Step while there is work, and wait for orders while there is none."""
         failures = 0
         while failures < MOST_FAILURES:
-            steps = self.engine.meter.steps
             try:
                 if not self._follow_orders():
                     break
@@ -215,8 +214,7 @@ class AsyncEngine:
                     self.engine.step()
                 failures = 0
             except BaseException as error:  # libraries in Rust panic with one of their own
-                is_whole = self.engine.meter.steps > steps  # a validator's SystemExit is raised behind a step
-                failures = 1 if is_whole else failures + 1
+                failures += 1
                 _log.exception("a step failed, for the %s. time in a row", failures)
                 last = f"the engine failed {failures} times in a row: {described(error)}; restart it"
             self._busy_since = None
@@ -254,10 +252,7 @@ class AsyncEngine:
             self.engine.cancel(request)  # marks its completions first, whatever it raises then
 
     def _hear(self, box: _Mailbox, prompt: int, completion: Completion, _: str) -> None:
-        """Note that a completion has more text or ended: the listener of every request.
-
-        `text` may hold more than a listener may see: an output that no validator has accepted.
-        """
+        """Note that a completion has more text or ended: the listener of every request."""
         news = _News(prompt, completion.num_sent, len(completion.token_ids), completion.finish_reason)
         box.note(completion, news)
         self._woken.add(box)
@@ -313,7 +308,7 @@ class Stream:
         except BaseException:
             self.close()
             raise
-        self._num_left = sum(request.num_returned for request in self.requests)
+        self._num_left = sum(len(request.completions) for request in self.requests)
 
     def __aiter__(self) -> Stream:
         return self

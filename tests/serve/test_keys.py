@@ -168,7 +168,7 @@ def test_a_gate_refuses_a_tenant_that_has_its_share_and_lets_others_in() -> None
     keys._tenants.update(dict.fromkeys(keys._tenants, b"alice"))
     keys._tenants.update(dict.fromkeys(ApiKeys.of("keyB")._tenants, b"bob"))
     assert keys.num_tenants == 2
-    gate = Gate(inside, Rules(keys, None, 100, 100, Shares(2, 1)), statuses.append)
+    gate = Gate(inside, Rules(keys, 100, 100, Shares(2, 1)), statuses.append)
 
     async def ask(key: str) -> None:
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
@@ -206,7 +206,7 @@ def test_the_only_request_of_a_tenant_gets_in_however_many_fill_the_server() -> 
     keys = ApiKeys.of("key-a")
     for name in names:
         keys._tenants.update(dict.fromkeys(ApiKeys.of(f"key-{name.decode()}")._tenants, name))
-    gate = Gate(None, Rules(keys, None, 100, 6, Shares(1, 2)), [].append)  # type: ignore[arg-type]
+    gate = Gate(None, Rules(keys, 100, 6, Shares(1, 2)), [].append)  # type: ignore[arg-type]
 
     def enter(name: bytes) -> bool:
         try:

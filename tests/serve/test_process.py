@@ -93,6 +93,7 @@ def test_a_port_in_use_and_a_bad_host_are_one_line_and_status_2(
             (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid:8000"),
             (("--host", "a..b"), "cannot listen on a..b:8000: this is no name of a host"),
             (("--api-key", ""), "--api-key is empty; give a key"),
+            (("--allowed-host", "a.*"), "--allowed-host is 'a.*'; give a name, or *.example.com"),
             (("--api-keys", "/no/file"), "cannot read the keys in /no/file: No such file or directory"),
             (("--api-keys", "/no/file", "--api-key", "a"), "--api-keys and --api-key or PAGEDKV_API_KEY name keys"),
         ):
@@ -115,10 +116,16 @@ def test_a_missing_extra_is_one_sentence_that_names_the_command(
 
 
 def test_ctrl_c_is_status_130_and_an_open_address_without_a_key_is_named(extra: None) -> None:
-    with serving("--host", "0.0.0.0", "--name", "mine") as server, server.begun(LONG):
+    with serving("--host", "0.0.0.0", "--name", "mine", "--max-connections", 3) as server, server.begun(LONG):
         assert "mine is served at http://0.0.0.0:" in server.said
         assert server.ask("/v1/models").json["data"][0]["id"] == "mine"
         assert "pagedkv: without an API key, all who reach this address can use it\n" in server.said
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        assert server.ask("/health").status == 503, "the limit of connections is reached"
+        for each in silent:
+            each.close()
+        while server.ask("/health", Host="any.example").status != 200:
+            time.sleep(0.01)
         assert server.end(signal.SIGINT) == (130, "")
 
 
@@ -154,7 +161,8 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
 
     def ask() -> None:
         data = json.dumps({"prompt": ASKED}).encode()
-        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
         while True:
             try:
                 with socket.create_connection(sock.getsockname(), timeout=20) as client:

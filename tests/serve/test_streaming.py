@@ -74,46 +74,6 @@ def test_the_pieces_of_a_stream_are_the_text_and_the_tokens_of_generate(engine: 
         assert counts[-1] == len(sample.token_ids)
 
 
-@pytest.mark.parametrize("timeout", [None, 2.0])
-def test_a_stream_has_no_text_that_no_validator_accepted(
-    engine: Engine, timeout: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward = engine.forward
-
-    def slow(*given: Any) -> Any:
-        time.sleep(0.002)  # 2000 tokens take more than the two seconds
-        return forward(*given)
-
-    monkeypatch.setattr(engine, "forward", slow)
-    params = SamplingParams(max_tokens=10 if timeout is None else 2000, ignore_eos=True, validator=lambda _: "no")
-
-    async def story(served: AsyncEngine) -> list[Piece]:
-        return [piece async for piece in served.stream(ASKED[0], params, timeout=timeout)]
-
-    (piece,) = running(engine, story)
-    assert (piece.text, piece.finish_reason) == ("", "error")
-    assert piece.completion.text
-
-
-def test_validators_that_exit_in_steps_on_end_stop_no_other_stream(engine: Engine) -> None:
-    """Three steps in a row that fail stop an AsyncEngine."""
-
-    def leave(_: Any) -> bool:
-        raise SystemExit(2)
-
-    async def story(served: AsyncEngine) -> list[list[Piece]]:
-        async def read(max_tokens: int, **options: Any) -> list[Piece]:
-            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
-            return [piece async for piece in served.stream(ASKED[0], params)]
-
-        return await asyncio.gather(read(40), *(read(count, validator=leave) for count in (3, 4, 5, 6, 7)))
-
-    other, *left = running(engine, story)
-    assert (other[-1].num_tokens, other[-1].finish_reason) == (40, "length")
-    for (piece,) in left:
-        assert (piece.finish_reason, piece.completion.error) == ("error", "the validator raised SystemExit: 2")
-
-
 def test_fifty_streams_have_each_their_own_text(engine: Engine) -> None:
     prompts = [f"{FACTS * (n % 3)}{ASKED[n % 2]}" for n in range(50)]
     params = [SamplingParams(max_tokens=20, temperature=0.8, seed=n) for n in range(50)]
