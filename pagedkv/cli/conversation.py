@@ -29,7 +29,6 @@ from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.generate import Arguments, load, token_ids
 from pagedkv.cli.inputs.shaping import with_ids
-from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
@@ -85,7 +84,7 @@ def hold(args: Arguments, screen: Console) -> int:
     params = replace(params, logit_bias=with_ids(args.biases, engine.tokenizer))
     talk = Conversation(engine, args, params, screen)
     talk.begin()
-    with engine, traced(engine, args.trace), CtrlC() as ctrl_c:
+    with engine, CtrlC() as ctrl_c:
         while (line := _line(ctrl_c, screen)) is not None:
             if line == RESET:
                 talk.reset()
@@ -94,7 +93,6 @@ def hold(args: Arguments, screen: Console) -> int:
                 talk.help()
             elif line:
                 talk.turn(line, ctrl_c)
-    talk.end()
     return 0
 
 
@@ -133,7 +131,6 @@ class Conversation:
         is_bundled = args.model is None and args.templating.system is None
         self._page: str | None = DEMO_PAGE if is_bundled else None
         self._messages: list[dict[str, Any]] = []
-        self._last: Completion | None = None
         self.reset()
 
     def begin(self) -> None:
@@ -154,22 +151,13 @@ class Conversation:
     def reset(self) -> None:
         """Forget all messages but that of the system."""
         self._messages = [{"role": "system", "content": self._page}] if self._page else []
-        self._last = None
-
-    def end(self) -> None:
-        """Tell where the time of the turns went."""
-        if self._last is not None:
-            spent, turns = self._last.latency_to_outcome, self._last.request.turn + 1
-            computing = f"{spent.prefill_s:.1f} s of prefill, {spent.decode_s:.1f} s of decode"
-            named = f"{turns:,} {'turn' if turns == 1 else 'turns'}"
-            self.say(f"{named}: {computing}, {spent.tool_wait_s:.1f} s between the turns")
 
     def turn(self, text: str, ctrl_c: CtrlC) -> None:
         """Answer a message. If that fails, the history is as before."""
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
             request = self._engine.submit(
-                self._token_ids(asked), self._params, on_text=_show, tenant=self._args.tenant_name, follows=self._last
+                self._token_ids(asked), self._params, on_text=_show, tenant=self._args.tenant_name
             )
         except (InvalidRequest, CheckpointError) as error:
             return complain(f"{error}; {RESET} forgets the conversation")
@@ -184,7 +172,6 @@ class Conversation:
         if reply.error:
             return complain(reply.error)
         self._messages = [*asked, {"role": "assistant", "content": reply.text}]
-        self._last = reply
         self.say(_account(request, reply))
 
     def _token_ids(self, messages: list[dict[str, Any]]) -> list[int]:

@@ -28,7 +28,6 @@ from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
 from pagedkv.cli.inputs.shaping import Biases, with_ids
-from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
@@ -53,7 +52,6 @@ class Arguments:
     num_samples: int
     tenant: str
     as_json: bool
-    trace: Path | None
 
     @property
     def tenant_name(self) -> bytes:
@@ -103,7 +101,7 @@ def _run(args: Arguments, screen: Console, tasks: list[Entry], engine: Engine, p
     waiting = sum(bool(task.request) for task in tasks) * args.num_samples
     shown = args.source.many and screen.is_terminal
     bar = ProgressBar(screen, waiting, shown=shown)
-    with traced(engine, args.trace), bar:
+    with bar:
         for task in tasks:
             while task.request and not task.request.finished:
                 bar.advance(engine.step())
@@ -204,8 +202,7 @@ def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
 
     Raises: InvalidRequest for an unknown or bad option
     """
-    functions = {"logits_processor", "validator", "max_retries"}  # and the option that needs one
-    allowed = sorted({field.name for field in fields(SamplingParams)} - functions)
+    allowed = sorted({field.name for field in fields(SamplingParams)} - {"logits_processor"})
     unknown = sorted(set(prompt.options) - set(allowed))
     if unknown:
         close = get_close_matches(unknown[0], allowed, 1)

@@ -52,7 +52,6 @@ COUNTERS: Final = {
 MISSES: Final = {
     "evicted": "missed_evicted",
     "never_published": "missed_new",
-    "other_root": "missed_other_root",
     "below_one_page": "below_one_page",
 }
 """reason: field of Stats."""
@@ -73,7 +72,6 @@ ENGINE_COUNTERS: Final = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of queued requests."),
     "generation_tokens": ("output_tokens", "Tokens that completions got."),
     "computed_tokens": ("computed_tokens", "Tokens whose KV was computed, of prompts, outputs and drafts."),
-    "rejected_outputs": ("rejected", "Outputs that a validator rejected."),
     "spec_decode_num_draft_tokens": ("drafts", "Drafts that were computed."),
     "spec_decode_num_accepted_tokens": ("drafts_accepted", "Drafts that came true."),
 }
@@ -87,7 +85,6 @@ ENGINE_TIMES: Final = {
     "request_prefill_time_seconds": ("prefill", "From the first schedule of the prompt to the first token."),
     "request_decode_time_seconds": ("decode", "From the first token to the end."),
     "e2e_request_latency_seconds": ("total", "From submission to the end."),
-    "tool_wait_seconds": ("tool_wait", "From the end of a turn to the submission of the next."),
 }
 """metric: (field of Times, help text)."""
 

@@ -3,8 +3,7 @@
     decoder, rope        token ids in, logits out
     engine, scheduler    the loop: which sequences compute which tokens, step by step
     loop                 the parts of a step
-    ways                 speculation, trees, beams and more: each way of decoding is one file
-    prefills             the loop of a process that computes prompts for others
+    ways                 speculation, beams and more: each way of decoding is one file
     request              what a caller keeps: a prompt, and its output so far
 
 Files of a model are read by pagedkv.checkpoint; pagedkv.sampling makes tokens of logits. The public names load on first
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedkv.model.engine import Engine
-    from pagedkv.model.prefills import serve_prefills
     from pagedkv.model.request import Completion, Request
     from pagedkv.model.scheduler import Limits
     from pagedkv.sampling.params import SamplingParams
@@ -27,12 +25,11 @@ _HOME = {
     "Completion": "pagedkv.model.request",
     "Engine": "pagedkv.model.engine",
     "Limits": "pagedkv.model.scheduler",
-    "serve_prefills": "pagedkv.model.prefills",
     "Request": "pagedkv.model.request",
     "SamplingParams": "pagedkv.sampling.params",
 }
 
-__all__ = ["Completion", "Engine", "Limits", "Request", "SamplingParams", "serve_prefills"]
+__all__ = ["Completion", "Engine", "Limits", "Request", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

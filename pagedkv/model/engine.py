@@ -4,8 +4,7 @@
     logits        = forward(..)                 write and read KV through the batch
     outcome       = outcome_of(.., logits)      draw a token for each sequence; verify drafts; let beams go on
     cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
-    outcome.deliver(delivery, scheduler)        fork samples; give each sequence its tokens; judge, and release, what
-                                                has ended
+    outcome.deliver(delivery, scheduler)        fork samples; give each sequence its tokens; release what has ended
     delivery.report(requests)                   send text to the listeners
 
 The engine knows requests and tokens; the scheduler and the cache know pages and frames.
@@ -15,8 +14,8 @@ completions have and the states of beam searches are the truth; appending a toke
 Everything else is made from them: after a step that did not end, `_restart` gives all frames back, queues a new
 sequence for each unfinished completion, and computes its text again. Most of its KV is found in the prefix cache.
 
-**Failures.** A request whose logits are not finite, whose listener, validator, processor or drafts raise, or whose
-deadline passed ends alone, with finish_reason "error".
+**Failures.** A request whose logits are not finite, whose listener, processor or drafts raise, or whose deadline passed
+ends alone, with finish_reason "error".
 
 **Threads.** Any thread may submit and cancel at any time: `submit` appends to an inbox that the next step empties, and
 `cancel` marks completions that the next step removes. One thread at a time may step, and others never make it fail.
@@ -27,7 +26,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,10 +43,10 @@ from pagedkv.model import fetches
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop.checks import (
     Prompt,
-    check_follows,
     check_geometry,
     check_listener,
     check_request,
+    check_samples,
     check_search,
     deadline_of,
     limits_of,
@@ -55,16 +54,14 @@ from pagedkv.model.loop.checks import (
     prompt_ids,
 )
 from pagedkv.model.loop.delivery import Delivery
-from pagedkv.model.loop.events import Events
+from pagedkv.model.loop.events import StepEvent
 from pagedkv.model.loop.meter import EngineStats, Meter
 from pagedkv.model.loop.outcome import outcome_of, rows_of
 from pagedkv.model.loop.pool import new_cache
-from pagedkv.model.loop.preemption import Preemption, preemption_of
 from pagedkv.model.loop.runner import ModelRunner, runner_of
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.request import Completion, OnText, Request
 from pagedkv.model.scheduler import Limits, Scheduler
-from pagedkv.model.ways import best_of, trees
 from pagedkv.model.ways.beams import Search
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.speculation import Drafter, Speculation
@@ -75,7 +72,6 @@ from pagedkv.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
-    from pagedkv.model.loop.draws import Guess
 
 
 class Engine(ThreadGuard, fetches.OverTiers):
@@ -94,28 +90,20 @@ class Engine(ThreadGuard, fetches.OverTiers):
         *,
         limits: Limits | None = None,
         drafter: Drafter | None = None,
-        preemption: Preemption | str = "recompute",
-        runner: Callable[[Decoder, PagedKVCache], ModelRunner] = runner_of,
     ) -> None:
-        """drafter: the source of drafts; None for none. preemption: see `load`. runner: makes the ModelRunner."""
+        """drafter: the source of drafts; None for none."""
         check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
-        self.forward: ModelRunner = runner(decoder, cache)
+        self.forward: ModelRunner = runner_of(decoder, cache)
         self.meter: Meter = Meter()
         self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings, self.meter)
         self.speculation: Speculation | None = None
         if drafter is not None:
-            self.speculation = Speculation(drafter, decoder.config, self.delivery.exits)
-        self.scheduler: Scheduler = Scheduler(
-            cache,
-            limits_of(limits),
-            self.forward.plan,
-            speculation=self.speculation,
-            preemption=preemption_of(preemption),
-        )
-        self.events: Events | None = None  # set it before the first step for a record of all requests
+            self.speculation = Speculation(drafter, decoder.config)
+        self.scheduler: Scheduler = Scheduler(cache, limits_of(limits), self.forward.plan, speculation=self.speculation)
+        self.events: list[StepEvent] | None = None  # set it to [] for a record of the steps (loop/events.py)
         self._grammars = Grammars(tokenizer)
         self._inbox: deque[Request] = deque()
         self._submitting = threading.RLock()  # a signal handler may submit, too
@@ -137,7 +125,6 @@ class Engine(ThreadGuard, fetches.OverTiers):
         kv_dtype: str | None = None,
         grouped: bool = True,
         speculate: Drafter | Path | str | None = None,
-        preemption: Preemption | str = "recompute",
         window: int | None = None,
         sinks: int = 0,
         limits: Limits | None = None,
@@ -151,9 +138,8 @@ class Engine(ThreadGuard, fetches.OverTiers):
         kv_dtype: the dtype of the cache; None for the dtype computed in.
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
             behind a window are given back. A model without windows has one group in any case.
-        speculate: "prompt-lookup", "prompt-tree", "draft" (that of the bundled checkpoint), the folder of a draft
-            model, or a drafter: decode speculatively.
-        preemption: "recompute" or "keep", or a policy: how much a sequence keeps when the pool runs out of frames.
+        speculate: "prompt-lookup", "draft" (that of the bundled checkpoint), the folder of a draft model, or a drafter:
+            decode speculatively.
         window, sinks: let each token see the last `window` tokens and the first `sinks` ones only, so that a text of
             any length takes constant memory: see ways/streaming.py.
         tiers: memory under the pool, the fastest first: "host:16GiB", "disk:200GiB:FOLDER", or objects. Prompts that
@@ -172,7 +158,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         with fetches.tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
             cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
-        return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter, preemption=preemption)
+        return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter)
 
     def submit(
         self,
@@ -184,11 +170,9 @@ class Engine(ThreadGuard, fetches.OverTiers):
         tenant: bytes = b"",
         timeout: float | None = None,
         priority: int = 0,
-        follows: Completion | None = None,
     ) -> Request:
         """Queue a prompt (text, or token ids) and return its request, whose completions grow as the engine steps.
 
-        follows: the last reply of the conversation that the prompt goes on with; for figures of latency only.
         priority: requests with a lower number go first, and preempt others.
         timeout: seconds from now after which the request ends, with what it has and finish_reason "error".
         Any thread may call this, also while another one steps.
@@ -200,21 +184,17 @@ class Engine(ThreadGuard, fetches.OverTiers):
         num_samples = whole(num_samples, "num_samples", 1)
         check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
         check_listener(on_text)
-        check_follows(follows)
-        params, num_candidates = best_of.candidates(params, num_samples, self.scheduler.limits.max_sequences)
+        check_samples(num_samples, self.scheduler.limits)
         now = time.perf_counter()
         deadline = deadline_of(timeout, now)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
         request.grammar = self._grammars.compiled(params)
-        if follows is not None:
-            request.follow(follows)
         request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
             most = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
             request.search = Search.of(params, self.tokenizer.eos_ids, most)
             check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
-        request.num_returned = num_samples
-        request.completions = [Completion(request, index) for index in range(num_candidates)]
+        request.completions = [Completion(request, index) for index in range(num_samples)]
         with self._submitting:
             self._check_queue()
             self._inbox.append(request)
@@ -257,13 +237,10 @@ class Engine(ThreadGuard, fetches.OverTiers):
 
         Its frames are given back at once, or by the step that is under way or the next one. Any thread may call this.
         """
-        was_choosing = request.is_choosing
         for completion in request.completions:
             completion.end("cancelled")
-            if was_choosing or completion.finish_reason == "cancelled":
+            if completion.finish_reason == "cancelled":
                 completion.is_reported = True
-        if was_choosing:
-            best_of.choose(request)
         with self._turn, suppress(ConcurrentUse):  # raised if another thread owns the cache
             if not self._is_stepping:
                 self._take_in()
@@ -275,7 +252,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
     @property
     def has_work(self) -> bool:
         """Whether any sequence is running or waiting, or a listener was not told of an end."""
-        return bool(self._inbox or self._requests or self.delivery.exits) or not self._is_whole
+        return bool(self._inbox or self._requests) or not self._is_whole
 
     def run(self) -> None:
         """Step until no sequence is left. Raises: as `step`."""
@@ -288,7 +265,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         After any exception, step again: no token is lost.
         Returns: the completions that finished, and whose listeners know that, since the last step that returned.
         Raises: InvalidRequest if a listener calls step; ConcurrentUse if another thread is stepping; any error of the
-            model; SystemExit of a validator, processor or drafter. An Exception of a request only ends it.
+            model. An Exception of a request only ends it.
         """
         try:
             with self._turn:
@@ -316,29 +293,25 @@ class Engine(ThreadGuard, fetches.OverTiers):
         began = time.perf_counter()
         self._take_in_now()
         chunks, batch = self.scheduler.next_step()
-        accepted = {} if batch is None else self._compute(chunks, batch)
+        if batch is not None:
+            self._compute(chunks, batch)
         self.delivery.report(self._requests)
         self._remove_ended()  # a listener may have cancelled
         self.meter.measure(self.cache, began, sum(chunk.num_tokens for chunk in chunks))
         if self.events is not None:
-            self.events.step(began, chunks, self.scheduler, accepted)
+            self.events.append(StepEvent.of(began, chunks))
         self._is_whole = True
-        if self.delivery.exits:
-            raise self.delivery.exits.pop(0)
 
-    def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> dict[SequenceState, list[Guess]]:
-        """Run the model over the batch, commit it, and give each sequence its next tokens. Returns: what drafts gave"""
+    def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> None:
+        """Run the model over the batch, commit it, and give each sequence its next tokens."""
         guesses, searching = self.speculation, bool(self.scheduler.searching)
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
             rows = rows_of(batch.plan.cu_seqlens_q[1:].tolist(), chunks, guesses)
-            branches = None if guesses is None else trees.branches_of(chunks, batch)
-            logits = self.forward(token_ids, batch, rows, branches)
+            logits = self.forward(token_ids, batch, rows)
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
             outcome = outcome_of(chunks, families, logits, speculation=guesses, is_searching=searching)
             if outcome.more or searching or any(chunk.sequence.completion.finish_reason for chunk in chunks):
-                if branches is not None:
-                    trees.move(self.cache, batch, chunks, outcome.more)
                 kept = outcome.kept(chunks)
                 self.cache.commit(batch, [token for part in kept for token in part], list(map(len, kept)))
             else:
@@ -349,7 +322,6 @@ class Engine(ThreadGuard, fetches.OverTiers):
             raise
         outcome.deliver(self.delivery, self.scheduler)
         self._remove_ended()
-        return outcome.more
 
     @exclusive
     def _take_in(self) -> None:
@@ -358,8 +330,6 @@ class Engine(ThreadGuard, fetches.OverTiers):
             self._restart()
         self._is_whole = False
         self._take_in_now()
-        if self.events is not None:
-            self.events.end(time.perf_counter())
         self._is_whole = True
 
     def _take_in_now(self) -> None:
@@ -375,8 +345,6 @@ class Engine(ThreadGuard, fetches.OverTiers):
             if request not in self._requests:
                 self._requests[request] = None
                 self.meter.queue(request)
-                if self.events is not None:
-                    self.events.queue(request)
                 self.scheduler.add(self.delivery.begin(request.completions[0]))
             self._inbox.popleft()
         now = time.perf_counter()

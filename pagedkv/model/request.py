@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagedkv.model.loop.latency import Latency
 
@@ -33,12 +33,8 @@ class Request:
 
     deadline: seconds of time.perf_counter() at which the request ends, finished or not; None for no end.
     priority: requests with a lower number go first.
-    turn: turns of the conversation before this one; tool_wait_s: seconds from the end of the last of them to here.
-    before: the latency of these turns.
     grammar: the compiled grammar of the parameters; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
-    num_returned: how many completions are left when all have ended; 0 for all. See ways/best_of.py.
-    num_dropped_tokens: tokens of the completions that are not left.
     """
 
     prompt_ids: list[int]
@@ -49,19 +45,8 @@ class Request:
     submitted_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
     priority: int = 0
-    turn: int = 0
-    tool_wait_s: float = 0.0
-    before: Latency = field(default_factory=Latency, repr=False)
     grammar: Grammar | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False)
-    num_returned: int = 0
-    num_dropped_tokens: int = 0
-
-    def follow(self, completion: Completion) -> None:
-        """Begin as the next turn of a conversation. `completion`, which has finished, is its last reply."""
-        self.turn = completion.request.turn + 1
-        self.tool_wait_s = max(0.0, self.submitted_at - completion.finished_at)
-        self.before = completion.latency_to_outcome
 
     def fail(self, error: str) -> None:
         """End all completions that run with an error."""
@@ -72,19 +57,6 @@ class Request:
     def finished(self) -> bool:
         """Whether every completion is finished."""
         return all(completion.finish_reason for completion in self.completions)
-
-    @property
-    def is_choosing(self) -> bool:
-        """Whether its completions are candidates, of which some will be chosen."""
-        return 0 < self.num_returned < len(self.completions)
-
-
-class Rejection(NamedTuple):
-    """An output that the validator rejected, and why."""
-
-    reason: str
-    text: str
-    token_ids: list[int]
 
 
 @dataclass(eq=False)
@@ -99,9 +71,7 @@ class Completion:
                    or the model's last position), "cancelled" or "error"
     error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
-    score:         in a beam search, the sum of the tokens' log-probabilities / their number ** length_penalty; for
-                   the best of several samples, their mean
-    rejections:    outputs that a validator rejected; the tokens and the text are those of the last try
+    score:         in a beam search, the sum of the tokens' log-probabilities / their number ** length_penalty
     admitted_at, first_token_at, last_token_at, finished_at: seconds of time.perf_counter(); 0.0 before that
     """
 
@@ -118,7 +88,6 @@ class Completion:
     finished_at: float = 0.0
     error: str = ""
     score: float = 0.0
-    rejections: list[Rejection] = field(default_factory=list)
     num_sent: int = field(default=0, repr=False)
     """Characters of `text` that the listener got."""
     is_reported: bool = field(default=False, repr=False)
@@ -129,13 +98,8 @@ class Completion:
     """The reason and the error of each call of `end`. The first holds."""
 
     def generator(self) -> Generator:
-        """Return a generator for the draws of this try."""
-        return self.request.params.generator(self.index, retry=len(self.rejections))
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has ever had a token."""
-        return bool(self.token_ids or self.rejections)
+        """Return a generator for the draws of its tokens."""
+        return self.request.params.generator(self.index)
 
     def end(self, reason: str, error: str = "") -> None:
         """Finish the completion, unless it has finished. Any thread may call this, and a signal handler."""
@@ -152,16 +116,11 @@ class Completion:
 
     @property
     def latency(self) -> Latency:
-        """The seconds of this turn by phases: all of them when the completion has finished, so far until then."""
+        """The seconds by phases: all of them when the completion has finished, so far until then."""
         begin = self.request.submitted_at
         end = self.finished_at or self.last_token_at or self.admitted_at or begin
         admitted, first = self.admitted_at or end, self.first_token_at or end
-        return Latency(admitted - begin, first - admitted, end - first, self.request.tool_wait_s)
-
-    @property
-    def latency_to_outcome(self) -> Latency:
-        """The seconds of the whole conversation by phases, up to the end of this turn."""
-        return self.request.before + self.latency
+        return Latency(admitted - begin, first - admitted, end - first)
 
     @property
     def tokens_per_s(self) -> float:

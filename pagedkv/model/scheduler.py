@@ -4,11 +4,11 @@
        ▲                  │                         preempt: the last in order, when a plan is out of frames or a more
        └──── preempt ─────┘                             urgent sequence waits that can then be admitted
 
-The order is that of priority, then of arrival, and both queues are in order. A Preemption says which pages a preempted
-sequence keeps while it waits; they go back before a running sequence is preempted. The first sequence in order fits the
-pool alone (`Engine.submit` checks this), and only a more urgent one preempts it. So each step computes something, and
-each sequence finishes unless more urgent ones come without end. A tenant's quota may be too small for a sequence: it
-ends with an error.
+The order is that of priority, then of arrival, and both queues are in order. A preempted sequence gives all frames
+back; when it runs again, the prefix cache still has most of its pages. The first sequence in order fits the pool alone
+(`Engine.submit` checks this), and only a more urgent one preempts it. So each step computes something, and each
+sequence finishes unless more urgent ones come without end. A tenant's quota may be too small for a sequence: it ends
+with an error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pagedkv.core.arguments import whole
 from pagedkv.core.recovery import assign_together
 from pagedkv.errors import OutOfFrames, QuotaExceeded
 from pagedkv.model import fetches
-from pagedkv.model.loop import gangs
-from pagedkv.model.loop.preemption import POLICIES, Preemption
 from pagedkv.model.loop.sequence import Chunk, SequenceState
+from pagedkv.model.ways import beams
 from pagedkv.spec import STEP_TOKENS
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
     from pagedkv.cache import PagedKVCache, PlannedBatch
     from pagedkv.core import AddressSpace
-    from pagedkv.model.loop.gangs import Turn
     from pagedkv.model.request import Request
+    from pagedkv.model.ways.beams import Turn
     from pagedkv.model.ways.speculation import Speculation
 
     Plan = Callable[[list[AddressSpace], list[int]], PlannedBatch]
@@ -80,15 +79,12 @@ class Scheduler:
         plan: Plan | None = None,
         *,
         speculation: Speculation | None = None,
-        preemption: Preemption = POLICIES["recompute"],
     ) -> None:
         """Begin without sequences. plan: plans the steps; None for `cache.plan`. speculation: adds drafts to them."""
         self.cache: PagedKVCache = cache
         self.limits: Limits = limits
         self.speculation: Speculation | None = speculation
-        self.preemption: Preemption = preemption
         self._plan: Plan = plan or cache.plan
-        self._has_window = any(spec.window is not None for spec in cache.specs)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.preemptions: int = 0
@@ -137,19 +133,15 @@ class Scheduler:
         return [], None
 
     def _make_room(self, error: OutOfFrames) -> bool:
-        """Take frames from the last sequence in order that has some: first of those that wait. Raises: `error`
+        """Take the frames of the last running sequence in order. Raises: `error`
 
         Returns: False if a tier that hangs has the frames that are lacking, so that only time helps.
         """
         # At a quota, only the tenant's own sequences can give frames back.
         tenant = error.tenant if isinstance(error, QuotaExceeded) else None
-        holders = [
-            sequence
-            for sequence in (*self.running, *self.waiting)
-            if sequence.space is not None and tenant in (None, sequence.completion.request.tenant)
-        ]
+        holders = [s for s in self.running if tenant in (None, s.completion.request.tenant)]
         if len(holders) > len(self._gang(holders[-1])):
-            self.preempt(holders[-1], error.shortfall)
+            self.preempt(holders[-1])
         elif self.cache.tiers.num_fetches:
             return False
         elif tenant is None:
@@ -176,24 +168,9 @@ class Scheduler:
     def follow(self, turn: Turn) -> None:
         """Let the live beams of a turn take the places and the frames of the members of their gang."""
         spaces = [member.space for member in turn.members if member.space is not None]
-        members = gangs.members_of(turn, self.cache.reorder(spaces, turn.parents))
+        members = beams.members_of(turn, self.cache.reorder(spaces, turn.parents))
         first, gone = self.running.index(turn.members[0]), set(turn.members)
         self.running[first:] = [*members, *(s for s in self.running[first:] if s not in gone)]
-
-    def retry(self, rejected: SequenceState, fresh: SequenceState) -> None:
-        """Let `fresh`, which has no output, run in the place of `rejected`, from the pages of the prompt.
-
-        Under a window these may be gone: then `fresh` waits, and the prefix cache finds what there is.
-        """
-        if rejected.space is None or self._has_window:
-            self.remove(rejected)
-            self.waiting.insert(_place(self.waiting, fresh, is_older=True), fresh)
-            return
-        if self.speculation is not None:
-            self.speculation.drafter.forget(rejected)
-        rejected.space.truncate(len(rejected.completion.request.prompt_ids) - 1)
-        fresh.space = rejected.space
-        self.running[self.running.index(rejected)] = fresh
 
     def remove(self, sequence: SequenceState) -> None:
         """Take `sequence` out of its queue and give back its frames."""
@@ -208,58 +185,16 @@ class Scheduler:
             sequence.space = None
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
-    def preempt(self, sequence: SequenceState, missing: int | None = None) -> None:
-        """Let `sequence` wait, and take frames from it. Call it for the last in order.
-
-        missing: frames that are needed, of which the policy may take no more than it must; None for all
-        The beams of a search are preempted together.
-        """
+    def preempt(self, sequence: SequenceState) -> None:
+        """Let `sequence` wait, and take its frames. Call it for the last in order. Beams are preempted together."""
         self._available_at_refusal = -1
-        gang, kept = self._gang(sequence), self._kept(sequence, missing)
-        if sequence in self.waiting:  # it was preempted before, and gives back pages that it has kept
-            self._shorten(sequence, kept)
-            return
-        place = _place(self.waiting, sequence, is_older=True)
+        gang, place = self._gang(sequence), _place(self.waiting, sequence, is_older=True)
         self.preemptions += 1
-        if kept and self.speculation is not None:
-            self.speculation.drafter.forget(sequence)
-        if kept:
-            self._shorten(sequence, kept)
-            self.running.remove(sequence)
-        else:
-            for member in gang:
-                self.remove(member)
+        for member in gang:
+            self.remove(member)
         if sequence.completion.request.search is not None:
-            sequence = gangs.make_trunk(gang[0])
+            sequence = beams.make_trunk(gang[0])
         self.waiting.insert(place, sequence)
-
-    @staticmethod
-    def _shorten(sequence: SequenceState, length: int) -> None:
-        """Give back the frames behind the first `length` tokens of `sequence`; all if there are none."""
-        assert sequence.space is not None
-        if length:
-            sequence.space.truncate(length)
-        else:
-            sequence.space.release()
-            sequence.space = None
-
-    def _kept(self, sequence: SequenceState, missing: int | None) -> int:
-        """Return the tokens that `sequence` keeps if it is preempted: all, or whole pages.
-
-        A running one needs no new frames any more, so fewer than `missing` may do. Beams keep no token, nor does a
-        sequence under a window: its frames behind the window are gone.
-        """
-        if (
-            missing is None
-            or sequence.space is None
-            or self._has_window
-            or sequence.completion.request.search is not None
-        ):
-            return 0
-        num_pages, is_running = self.cache.spec.pages(len(sequence.space)), sequence in self.running
-        missing = max(0, missing - self._frames_needed(sequence)) if is_running else max(1, missing)
-        kept = min(self.preemption.kept(num_pages, missing), num_pages - (not is_running))
-        return min(max(0, kept) * self.cache.spec.block_size, len(sequence.space))
 
     def _gang(self, sequence: SequenceState) -> list[SequenceState]:
         """Return the sequences that are preempted with `sequence`."""
@@ -288,7 +223,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         # Of equally urgent sequences those that decode first: a reader waits for their text.
         running = [(sequence, sequence.remaining) for sequence in self.running]
-        most = gangs.most_tokens(running) if self.searching else {}
+        most = beams.most_tokens(running) if self.searching else {}
         if max([remaining for _, remaining in running], default=0) > 1:  # else they are in order
             running.sort(key=lambda pair: (_priority(pair[0]), pair[1] > 1))
         for sequence, remaining in running:
@@ -298,7 +233,7 @@ class Scheduler:
             if num_tokens:
                 chunks.append(Chunk(sequence, num_tokens, remaining))
                 budget -= num_tokens
-        return gangs.whole_gangs(chunks, most) if most else chunks
+        return beams.whole_gangs(chunks, most) if most else chunks
 
     def _admit_waiting(self) -> None:
         """Admit waiting sequences in order: those more urgent than a running one, then as many as a step has room for.
@@ -352,7 +287,7 @@ class Scheduler:
 
         Returns: the running sequence, the length of their common prefix, and the tokens that the other saves by waiting
         """
-        if not self._computing or sequence.space is not None:
+        if not self._computing:
             return None
         if sequence.awaited is not None:  # it waits already
             leader, end = sequence.awaited
@@ -372,16 +307,15 @@ class Scheduler:
         wait in any case: the ones before another have pages on their way, and need the frames that these load into.
         Returns: whether it was admitted
         """
-        cache, request, kept = self.cache, sequence.completion.request, sequence.space
+        cache, request = self.cache, sequence.completion.request
         if self.running and cache.available <= self._available_at_refusal:
             return False
-        space = sequence.space = kept or cache.open(sequence.tokens, tenant=request.tenant)
+        space = sequence.space = cache.open(sequence.tokens, tenant=request.tenant)
         while (self.running or sequence is not self.waiting[0]) and any(self._lacks(sequence)):
             victim = self._victim(sequence)
             if victim is None:
-                sequence.space = kept
-                if kept is None:
-                    space.release()
+                sequence.space = None
+                space.release()
                 self._available_at_refusal = cache.available
                 return False
             self.preempt(victim)
@@ -393,16 +327,12 @@ class Scheduler:
 
     def _victim(self, sequence: SequenceState) -> SequenceState | None:
         """Return the last less urgent sequence that has what `sequence` lacks; None if all together have too little."""
-        holders = (s for s in (*self.running, *self.waiting) if s.space is not None)
-        less_urgent = [s for s in holders if _priority(s) > _priority(sequence)]
+        less_urgent = [s for s in self.running if _priority(s) > _priority(sequence)]
         if not less_urgent or any(self._lacks(sequence, less_urgent)):
             return None
         places, frames, _ = self._lacks(sequence)
-        if not frames:
-            tenant = sequence.completion.request.tenant
-            less_urgent = [
-                s for s in less_urgent if (s in self.running if places else s.completion.request.tenant == tenant)
-            ]
+        if not (places or frames):
+            less_urgent = [s for s in less_urgent if s.completion.request.tenant == sequence.completion.request.tenant]
         return less_urgent[-1] if less_urgent else None
 
     def _lacks(self, sequence: SequenceState, gone: Sequence[SequenceState] = ()) -> tuple[bool, bool, bool]:

@@ -76,7 +76,6 @@ class LogitsRules:
     """The rules of one sequence. tokens: its list of prompt and output, which grows as the engine steps.
 
     num_prompt: tokens of the prompt. ends: tokens that end the text. grammar: one that no other sequence uses.
-    exits: gets a SystemExit of the processor, whose row then has an error; None to raise it from `apply`.
     """
 
     def __init__(
@@ -87,10 +86,8 @@ class LogitsRules:
         *,
         ends: Iterable[int] = (),
         grammar: Grammar | None = None,
-        exits: list[BaseException] | None = None,
     ) -> None:
         self._params = params
-        self._exits = exits
         self._tokens = tokens
         self._num_prompt = num_prompt
         self._grammar = grammar
@@ -109,7 +106,6 @@ class LogitsRules:
         *,
         ends: Iterable[int] = (),
         grammar: Grammar | None = None,
-        exits: list[BaseException] | None = None,
     ) -> LogitsRules | None:
         """Return the rules that `params` ask for; None if they ask for none. Arguments: those of the class."""
         p = params
@@ -117,7 +113,7 @@ class LogitsRules:
         edits = p.logit_bias or p.allowed_ids is not None or p.logits_processor or p.min_tokens or grammar
         if not (penalises or edits):
             return None
-        return cls(params, tokens, num_prompt, ends=ends, grammar=grammar, exits=exits)
+        return cls(params, tokens, num_prompt, ends=ends, grammar=grammar)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the logits to draw from, a new tensor.
@@ -131,7 +127,7 @@ class LogitsRules:
         if p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty:
             self._penalise(z)
         if p.logits_processor:
-            z = _processed(p.logits_processor, self._tokens, z, self._exits)
+            z = _processed(p.logits_processor, self._tokens, z)
         self._mask(z)
         return z
 
@@ -181,16 +177,14 @@ class LogitsRules:
         return self._grammar is not None and self._grammar.follow(self._tokens).is_complete
 
 
-def _processed(processor: LogitsProcessor, tokens: list[int], z: Tensor, exits: list[BaseException] | None) -> Tensor:
-    """Return what a request's own function makes of a row. Raises: InvalidRequest; SystemExit if `exits` is None"""
+def _processed(processor: LogitsProcessor, tokens: list[int], z: Tensor) -> Tensor:
+    """Return what a request's own function makes of a row. Raises: InvalidRequest"""
     shape, device = z.shape, z.device  # it may change those of z, which it may edit
     try:
         given = processor(list(tokens), z)
-    except (Exception, SystemExit, GeneratorExit) as error:
-        if not isinstance(error, Exception):
-            if exits is None:
-                raise
-            exits.append(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a SystemExit ends this request, not the program
         raise InvalidRequest(f"the logits processor raised {described(error)}") from error
     if not isinstance(given, torch.Tensor):
         raise InvalidRequest(f"the logits processor returned {type(given).__name__}; it must return a tensor of logits")

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 """A function of the tokens of prompt and output so far, and of the logits float32 [V] of the next; returns logits."""
 
-Validator = Callable[[Any], bool | str]
-"""A function of a finished `Completion` that accepts it (True), or rejects it (False, or a reason)."""
-
-MOST_RETRIES: Final = 1000
-
 MOST_LOGPROBS: Final = 20
 """The most alternatives of a token, as in OpenAI's chat completions."""
 
@@ -59,15 +54,11 @@ class SamplingParams:
         one of some strings; with the extra `pagedkv[grammar]`.
     logprobs: None, or the number of alternatives (at most 20) whose log-probabilities are kept for each token.
     seed: None for a fresh seed each time.
-    validator: a function of a finished completion that returns True to accept it, or False or a reason (a text) to
-        reject it; then it is made again with the next seed, `max_retries` times at most.
     stop: strings (or one string) at which the text ends; the text does not contain them.
     stop_ids: tokens that end the text, in addition to the checkpoint's end tokens.
     ignore_eos: do not end the text at the checkpoint's end tokens.
     num_beams: 1 for none; otherwise a beam search, which needs temperature 0, and takes no stop strings and nothing
         that edits logits.
-    best_of: samples that are drawn, of which those with the largest mean log-probability are returned; None for as many
-        as are returned. It needs a temperature above 0, and keeps the log-probabilities of the tokens.
     length_penalty: outputs of a beam search are compared by the sum of log-probabilities / length ** length_penalty;
         from -10 to 10.
     early_stopping: when a beam search with num_beams ended outputs ends. True: at once; False: when no live beam is
@@ -98,9 +89,6 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     logprobs: int | None = None
-    validator: Validator | None = None
-    max_retries: int = 0
-    best_of: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop))
@@ -108,12 +96,10 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         self._check_draw()
-        self._check_best_of()
         self._check_end()
         self._check_logits()
         self._check_grammar()
         self._check_beams()
-        self._check_validator()
 
     def _check_draw(self) -> None:
         temperature_holds = _is_number(self.temperature) and self.temperature >= 0
@@ -125,14 +111,6 @@ class SamplingParams:
         self._demand("seed", seed_holds, "None or an integer from 0 to 2^63 - 1")
         logprobs_hold = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS)
         self._demand("logprobs", logprobs_hold, f"None or an integer from 0 to {MOST_LOGPROBS}")
-
-    def _check_best_of(self) -> None:
-        if self.best_of is not None:
-            best_of_holds = _is_int(self.best_of) and self.best_of >= 1
-            self._demand("best_of", best_of_holds, "None or an integer of at least 1")
-            differ = self.best_of == 1 or not self.greedy
-            must = f"above 0 with best_of {self.best_of}: greedy samples are equal"
-            self._demand(self._greedy_by, differ, must)
 
     def _check_end(self) -> None:
         self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
@@ -181,23 +159,10 @@ class SamplingParams:
         self._demand("early_stopping", stopping_holds, 'true, false or "never"')
         if self.num_beams > 1:
             defaults = SamplingParams()
-            for name in ("best_of", "temperature", "stop", "min_tokens", "logprobs", "validator", *EDITS, *GRAMMARS):
+            for name in ("temperature", "stop", "min_tokens", "logprobs", *EDITS, *GRAMMARS):
                 plain = getattr(defaults, name)
                 words = f"{plain:g}" if isinstance(plain, float) else repr(plain)
                 self._demand(name, getattr(self, name) == plain, f"{words} with num_beams {self.num_beams}")
-
-    def _check_validator(self) -> None:
-        validator_holds = self.validator is None or callable(self.validator)
-        self._demand("validator", validator_holds, "None or a function of a completion")
-        retries_hold = _is_int(self.max_retries) and 0 <= self.max_retries <= MOST_RETRIES
-        self._demand("max_retries", retries_hold, f"an integer from 0 to {MOST_RETRIES}")
-        if self.max_retries and self.validator is None:
-            raise InvalidRequest(f"max_retries is {self.max_retries} without a validator; give a validator, too")
-        if self.max_retries and self.greedy:
-            raise InvalidRequest(
-                f"max_retries is {self.max_retries} with {self._greedy_by} 0, which gives the same output again; "
-                f"give a {self._greedy_by} above 0"
-            )
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
         if not holds:
@@ -209,15 +174,9 @@ class SamplingParams:
         """Whether each token is the likeliest one."""
         return self.temperature == 0 or self.top_p == 0
 
-    @property
-    def _greedy_by(self) -> str:
-        """The parameter to raise above 0 for other outputs than the greedy one."""
-        return "top_p" if self.temperature else "temperature"
-
-    def generator(self, sample: int = 0, *, retry: int = 0) -> torch.Generator:
+    def generator(self, sample: int = 0) -> torch.Generator:
         """Return a generator for the `sample`-th output of a request: the same one for the same seed and sample.
 
-        retry: how often a validator rejected the output; the generator is that of seed + retry.
         torch's generator starts from 32 bits. So all 64 bits of seed + sample * golden are mixed, and the high half is
         folded into the low half: two seeds give the same start with a chance of 2^-32, even if they agree in 32 bits.
         """
@@ -225,7 +184,7 @@ class SamplingParams:
         if self.seed is None:
             generator.seed()
         else:
-            mixed = _mixed((self.seed + retry + sample * _GOLDEN) % 2**64)
+            mixed = _mixed((self.seed + sample * _GOLDEN) % 2**64)
             generator.manual_seed((mixed ^ mixed >> 32) % 2**32)
         return generator
 

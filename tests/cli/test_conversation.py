@@ -85,13 +85,6 @@ def test_a_turn_computes_only_what_is_new(talk, block_size):
         known = computed + found + written - 1  # the KV of the last token is never computed
 
 
-def test_the_end_tells_where_the_time_of_the_turns_went(talk):
-    *_, last = talk(QUESTIONS[:3]).err.strip().splitlines()
-    assert re.fullmatch(r"3 turns: [\d.]+ s of prefill, [\d.]+ s of decode, [\d.]+ s between the turns", last)
-    assert "1 turn: " in talk(QUESTIONS[:1]).err
-    assert "turns:" not in talk([]).err
-
-
 def test_reset_forgets_all_but_the_system_message(talk):
     lines = ("Mira has a blue hat in the attic.", "/reset", "Where is the hat of Mira?")
     assert talk(lines[:1] + lines[2:]).out.splitlines()[-1] == "Mira keeps a blue hat in the attic."

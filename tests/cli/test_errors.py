@@ -69,7 +69,6 @@ def refused(command):
         ("--kv-dtype=fp4", "kv_dtype is 'fp4'"),
         ("--speculate=no-owner/no-draft", "fetch it with: hf download no-owner/no-draft"),
         ("--speculate=./draft", "no folder draft"),
-        ("--speculate=prompt-tree --window=64", "take prompt-lookup instead of prompt-tree"),
         ("--logprobs=2", "--logprobs are keys of the JSON; give --json too"),
         ("--logprobs=21 --json", "logprobs is 21"),
         ("--max-sequences=0", "max_sequences is 0"),

@@ -109,8 +109,8 @@ PAGE = "Mira keeps a red lamp in the cellar. Otto lives in Ghent and works as a 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     engine = Engine.load(num_frames=16, speculate="prompt-lookup")
-    first = engine.generate([f"{PAGE} Where is the lamp of Mira?", f"{PAGE} Who is Otto?"])[0].completions[0]
-    engine.generate([f"{PAGE} {PAGE} Where does Otto live?"], follows=first)
+    engine.generate([f"{PAGE} Where is the lamp of Mira?", f"{PAGE} Who is Otto?"])
+    engine.generate([f"{PAGE} {PAGE} Where does Otto live?"])
     engine.cancel(engine.submit(PAGE))
     engine.submit(PAGE)
     return engine
@@ -155,5 +155,4 @@ def test_distributions_of_an_engine_have_rising_buckets_up_to_their_count(engine
         assert buckets == sorted(buckets)
         assert buckets[-1] == shown[f"pagedkv_{name}_count"] == latencies[field].count
         assert shown[f"pagedkv_{name}_sum"] == pytest.approx(getattr(engine.meter.times, field).sum)
-    assert shown["pagedkv_tool_wait_seconds_count"] == 1
     assert shown["pagedkv_time_to_first_token_seconds_bucket 512.0"] == 3

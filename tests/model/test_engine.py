@@ -44,7 +44,6 @@ def build(
     num_frames: int = 400,
     limits: Limits | None = None,
     drafter: Drafter | None = None,
-    preemption: str = "recompute",
     **options: Any,
 ) -> Engine:
     """Build an engine over a random checkpoint. The words of its tokenizer are w0, w1, .."""
@@ -54,7 +53,7 @@ def build(
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     cache = PagedKVCache(decoder.config.spec(block_size=block_size), num_frames=num_frames, **options)
-    return Engine(decoder, Tokenizer(words), cache, limits=limits, drafter=drafter, preemption=preemption)
+    return Engine(decoder, Tokenizer(words), cache, limits=limits, drafter=drafter)
 
 
 def expected(name: str, checkpoint: Checkpoint) -> list[list[int]]:
@@ -114,9 +113,9 @@ def test_a_tenant_at_its_quota_preempts_only_its_own_sequences(
     preempted: list[bytes] = []
     preempt = engine.scheduler.preempt
 
-    def recorded(sequence: SequenceState, missing: int | None = None) -> None:
+    def recorded(sequence: SequenceState) -> None:
         preempted.append(sequence.completion.request.tenant)
-        preempt(sequence, missing)
+        preempt(sequence)
 
     engine.scheduler.preempt = recorded  # type: ignore[method-assign]
     requests = [engine.submit(prompt_of(n), params, tenant=tenant) for n in LENGTHS for tenant in (b"small", b"large")]

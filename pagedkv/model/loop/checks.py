@@ -12,7 +12,6 @@ import numpy as np
 
 from pagedkv.core.arguments import real, token_row
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.request import Completion
 from pagedkv.model.scheduler import Limits
 from pagedkv.sampling.params import SamplingParams
 
@@ -98,12 +97,13 @@ def check_request(
         )
 
 
-def check_follows(follows: Completion | None) -> None:
-    """Raise InvalidRequest unless `follows` is None, or a completion that has finished."""
-    if follows is not None and not isinstance(follows, Completion):
-        raise InvalidRequest(f"follows is {follows!r}; give the completion of the turn before, or None")
-    if follows is not None and not follows.finish_reason:
-        raise InvalidRequest("follows is a completion that has not finished; submit the next turn when it has")
+def check_samples(num_samples: int, limits: Limits) -> None:
+    """Raise InvalidRequest if the samples of a request could never run together."""
+    if num_samples > limits.max_sequences:
+        raise InvalidRequest(
+            f"num_samples is {num_samples}, and {limits.max_sequences} sequences may run at once; "
+            "lower it, or raise Limits.max_sequences"
+        )
 
 
 def check_listener(on_text: OnText | None) -> None:

@@ -14,14 +14,13 @@ from operator import call
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.errors import described
-from pagedkv.model.loop import gangs, validation
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import StopStrings
-from pagedkv.model.ways import best_of
+from pagedkv.model.ways.beams import make_trunk
 from pagedkv.sampling.logits import LogitsRules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from pagedkv.checkpoint.tokenizer import Tokenizer
     from pagedkv.model.loop.draws import Drawn
@@ -37,23 +36,20 @@ class Delivery:
     meter:      counts tokens and ended requests
     finished:   completions whose listeners were told of the end, in order. The caller that takes them assigns a new
                 list.
-    exits:      exceptions such as SystemExit of validators, logits processors and drafters; `Engine.step` raises them
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, meter: Meter) -> None:
         self.finished: list[Completion] = []
-        self.exits: list[BaseException] = []
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._meter = meter
-        self._unjudged: list[SequenceState] = []
 
     def begin(self, completion: Completion) -> SequenceState:
         """Return a new sequence for a completion, without the tokens that it has."""
         request, params, tokens = completion.request, completion.request.params, list(completion.request.prompt_ids)
         grammar = request.grammar and request.grammar.start(len(tokens))
         ends = (*params.stop_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)) if params.min_tokens else ()
-        rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar, exits=self.exits)
+        rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar)
         generator, stops = completion.generator(), StopStrings(params.stop)
         return SequenceState(completion, tokens, generator, self._tokenizer.stream(tokens), stops, rules)
 
@@ -69,18 +65,8 @@ class Delivery:
         text, reason = self.read(sequence, token)
         completion.text += text
         self._meter.take(completion, now)
-        if reason and completion.request.params.validator is None:
+        if reason:
             completion.end(reason)
-        elif reason:
-            sequence.ended = reason
-            self._unjudged.append(sequence)
-
-    def retries(self) -> Iterator[tuple[SequenceState, SequenceState]]:
-        """Let validators judge the outputs that ended in this step; yield each that is rejected, and its next try."""
-        unjudged, self._unjudged = self._unjudged, []
-        for sequence in unjudged:
-            if not self._ends(sequence.completion, sequence.ended):
-                yield sequence, self.begin(sequence.completion)
 
     def read(self, sequence: SequenceState, token: int) -> tuple[str, str]:
         """Append a token to a sequence; return the text that may be shown, and the reason if the text ends with it."""
@@ -101,10 +87,7 @@ class Delivery:
         return text, reason
 
     def read_again(self, completion: Completion) -> SequenceState:
-        """Make the text of a completion from its tokens, and return a new sequence with these.
-
-        An output that had ended is judged now; if it is rejected, the sequence has no output.
-        """
+        """Make the text of a completion from its tokens, and return a new sequence with these."""
         sequence, text, reason = self.begin(completion), "", ""
         for token in completion.token_ids:
             more, reason = self.read(sequence, token)
@@ -113,33 +96,24 @@ class Delivery:
         del completion.logprobs[len(completion.token_ids) :]  # that of a token that was not given
         if completion.token_ids and not completion.first_token_at:
             completion.first_token_at = completion.last_token_at = time.perf_counter()
-        if reason and not self._ends(completion, reason):
-            return self.begin(completion)
+        if reason:
+            completion.end(reason)
         return sequence
-
-    def _ends(self, completion: Completion, reason: str) -> bool:
-        """End a completion, or reject its output and count that. Returns: whether it has ended"""
-        before = len(completion.rejections)
-        try:
-            return validation.ends(completion, reason, self.exits)
-        finally:
-            self._meter.rejected += len(completion.rejections) - before
 
     def begin_again(self, requests: Iterable[Request]) -> list[SequenceState]:
         """Return new sequences for all completions that have not ended, from the tokens that they have."""
         sequences: list[SequenceState] = []
-        self._unjudged = []
         for request in requests:
             first, search = request.completions[0], request.search
             if search is not None and search.state.is_done:
                 self.finish_search(request, search.state)
             elif search is not None and not request.finished:
-                sequences.append(gangs.make_trunk(self.begin(first)))
+                sequences.append(make_trunk(self.begin(first)))
             for completion in request.completions if search is None else ():
                 sequence = self.read_again(completion)
                 # without a token, the first sample computes the prompt of all
                 waits_for_first = completion.index and not (
-                    completion.has_begun or first.has_begun or first.finish_reason
+                    completion.token_ids or first.token_ids or first.finish_reason
                 )
                 if not completion.finish_reason and not waits_for_first:
                     sequences.append(sequence)
@@ -155,18 +129,11 @@ class Delivery:
     def report(self, requests: dict[Request, None]) -> None:
         """Call the listeners of all requests that have new text or ended, and remove those that are finished.
 
-        A cancelled completion counts as reported, and is not in `finished`; a candidate is shown after the choice among
-        all. Modifies: requests, finished
+        A cancelled completion counts as reported, and is not in `finished`. Modifies: requests, finished
         """
         for request in list(requests):
-            if request.is_choosing:
-                if not request.finished:
-                    continue
-                best_of.choose(request)
             for completion in request.completions:
                 text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
-                if request.params.validator is not None and (completion.error or not is_end):
-                    text = ""  # only an output that was accepted is shown
                 if not completion.is_reported and (text or is_end):
                     self._tell(completion, text, is_end=is_end)
             self.drop_reported(requests, request)

@@ -26,13 +26,6 @@ class Drawn(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
-class Guess(NamedTuple):
-    """A draft that came true. draft: its number in the chunk. drawn: the token drawn behind it."""
-
-    draft: int
-    drawn: Drawn
-
-
 def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:
     """Return rows of the logits; the logits themselves if that is all of them, in order."""
     if numbers == list(range(len(logits))):

@@ -1,6 +1,6 @@
 """Latency: the phases of the time to an outcome, and the distribution of such times in constant memory.
 
-    submitted ──queue──▶ admitted ──prefill──▶ first token ──decode──▶ finished ──tool wait──▶ submitted: the next turn
+    submitted ──queue──▶ admitted ──prefill──▶ first token ──decode──▶ finished
 
 A preempted output waits in its phase: in decode, or in prefill if it has no token yet. Knows numbers only.
 """
@@ -25,30 +25,19 @@ _LAST: Final = _OFFSET + MOST_EXPONENT * BUCKETS_PER_OCTAVE
 class Latency:
     """Seconds of each phase.
 
-    queue_s:     from submission until the prompt was first scheduled
-    prefill_s:   from then to the first token
-    decode_s:    from then to the end
-    tool_wait_s: from the end of the turn before in a conversation to the submission of this one: the time of a tool,
-                 or of a person
+    queue_s:   from submission until the prompt was first scheduled
+    prefill_s: from then to the first token
+    decode_s:  from then to the end
     """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    tool_wait_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """The sum of all phases."""
-        return self.queue_s + self.prefill_s + self.decode_s + self.tool_wait_s
-
-    def __add__(self, other: Latency) -> Latency:
-        return Latency(
-            self.queue_s + other.queue_s,
-            self.prefill_s + other.prefill_s,
-            self.decode_s + other.decode_s,
-            self.tool_wait_s + other.tool_wait_s,
-        )
+        return self.queue_s + self.prefill_s + self.decode_s
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ a new request    ─▶ queue ───▶ requests, prompt tokens
 a token          ─▶ take ────▶ output tokens, the time to a first token, the time between two steps with tokens
 a step           ─▶ measure ─▶ steps, computed tokens, waste, the time of a step
 a request's end  ─▶ ended ───▶ reasons, and the phases of latencies
-
-`Delivery` adds to `rejected` where a validator rejects an output: best of n forgets the candidates that it drops.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class Times:
     first_token:    from submission to the first token
     between_tokens: from one step that gave an output tokens to the next; drafts come with the token before them
     queue, prefill, decode: the phases of `Latency`, for outputs that ended with "stop" or "length"
-    tool_wait:      the same for an output that follows another turn of a conversation
     total:          from submission to the end of such an output
     """
 
@@ -44,7 +41,6 @@ class Times:
     queue: Histogram = field(default_factory=Histogram)
     prefill: Histogram = field(default_factory=Histogram)
     decode: Histogram = field(default_factory=Histogram)
-    tool_wait: Histogram = field(default_factory=Histogram)
     total: Histogram = field(default_factory=Histogram)
 
     def percentiles(self) -> dict[str, Percentiles]:
@@ -59,8 +55,7 @@ class EngineStats:
     steps:           number of steps that computed tokens
     requests:        queued requests. prompt_tokens: tokens of their prompts
     computed_tokens: tokens whose KV was computed, of prompts, outputs and drafts
-    output_tokens:   tokens of completions and of rejected outputs
-    rejected:        outputs that a validator rejected
+    output_tokens:   tokens of completions
     drafts:          computed drafts. drafts_accepted: drafts that equalled the drawn token
     finished:        completions by finish_reason
     latency:         percentiles in seconds, by the names of `Times`
@@ -74,7 +69,6 @@ class EngineStats:
     prompt_tokens: int
     computed_tokens: int
     output_tokens: int
-    rejected: int
     drafts: int
     drafts_accepted: int
     finished: dict[str, int]
@@ -98,7 +92,6 @@ class Meter:
     prompt_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
-    rejected: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     times: Times = field(default_factory=Times)
 
@@ -138,7 +131,6 @@ class Meter:
             prompt_tokens=self.prompt_tokens,
             computed_tokens=self.computed_tokens,
             output_tokens=self.output_tokens,
-            rejected=self.rejected,
             drafts=guess.num_drafts if guess else 0,
             drafts_accepted=guess.num_accepted if guess else 0,
             finished=dict(self.finished),
@@ -171,8 +163,6 @@ class Meter:
                 times.queue.add(spent.queue_s)
                 times.prefill.add(spent.prefill_s)
                 times.decode.add(spent.decode_s)
-                times.total.add(spent.total_s - spent.tool_wait_s)
+                times.total.add(spent.total_s)
                 if request.search:
                     times.first_token.add(completion.ttft_s)
-                if request.turn:
-                    times.tool_wait.add(spent.tool_wait_s)

@@ -4,7 +4,7 @@ a decoding sequence     a token                       draws
 a prompt of n samples   a token for each              draws, by families
 .. with drafts          a token, and one for each     ways/speculation
                         draft that came true
-the beams of a search   the state of the search       gangs, ways/beams
+the beams of a search   the state of the search       ways/beams
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagedkv.model.loop import gangs
-from pagedkv.model.loop.draws import Drawn, Guess, draw
+from pagedkv.model.loop.draws import Drawn, draw
+from pagedkv.model.ways import beams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.model.loop.delivery import Delivery
-    from pagedkv.model.loop.gangs import Turn
     from pagedkv.model.loop.sequence import Chunk, SequenceState
     from pagedkv.model.scheduler import Scheduler
+    from pagedkv.model.ways.beams import Turn
     from pagedkv.model.ways.speculation import Speculation
 
 
 class Outcome(NamedTuple):
     """The result of a step's logits.
 
-    families: a list for each sequence that draws; empty for a member of a gang.
+    families: a list for each sequence that draws; empty for a beam.
     drawn:    the tokens of the members of all families, in order.
-    more:     accepted drafts and the tokens drawn after them.
+    more:     the tokens drawn behind the drafts that came true, one for each.
     turns:    the turns of beam searches.
     """
 
     families: list[list[SequenceState]]
     drawn: list[Drawn]
-    more: dict[SequenceState, list[Guess]]
+    more: dict[SequenceState, list[Drawn]]
     turns: list[Turn]
 
     def kept(self, chunks: list[Chunk]) -> list[list[int]]:
@@ -49,8 +49,8 @@ class Outcome(NamedTuple):
             if chunk.sequence.completion.finish_reason:
                 kept.append([])
                 continue
-            own = chunk.token_ids[: chunk.num_tokens - len(chunk.drafts)]
-            kept.append([*own, *(chunk.drafts[guess.draft] for guess in self.more.get(chunk.sequence, ()))])
+            num_own = chunk.num_tokens - len(chunk.drafts)
+            kept.append(chunk.token_ids[: num_own + len(self.more.get(chunk.sequence, ()))])
         return kept
 
     def deliver(self, delivery: Delivery, scheduler: Scheduler) -> None:
@@ -68,16 +68,14 @@ class Outcome(NamedTuple):
                     delivery.take(child, of_child, now)
             if not parent.completion.finish_reason:
                 delivery.take(parent, of_parent, now)
-        for sequence, guesses in self.more.items():
+        for sequence, more in self.more.items():
             num_taken = 0
-            for guess in guesses:
-                if not (sequence.completion.finish_reason or sequence.ended):
-                    delivery.take(sequence, guess.drawn, now)
+            for drawn in more:
+                if not sequence.completion.finish_reason:
+                    delivery.take(sequence, drawn, now)
                     num_taken += 1
             if scheduler.speculation is not None:
-                scheduler.speculation.count(len(guesses), num_taken)
-        for rejected, fresh in delivery.retries():
-            scheduler.retry(rejected, fresh)
+                scheduler.speculation.count(len(more), num_taken)
         for turn in self.turns:
             _follow(turn, delivery, scheduler)
 
@@ -119,7 +117,7 @@ def outcome_of(
     own = logits if speculation is None else logits[speculation.own_rows(chunks)]
     turns: list[Turn] = []
     if is_searching:
-        turns = gangs.turns(chunks, own)
+        turns = beams.turns(chunks, own)
         families = [[] if family[0].completion.request.search else family for family in families]
     drawn = draw(families, own)
     more = {} if speculation is None else speculation.verify(chunks, families, drawn, logits)

@@ -12,13 +12,11 @@ function.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from pagedkv import debug
-from pagedkv.model.decoder import BoundLayers
 from pagedkv.model.loop.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -29,8 +27,7 @@ if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache, PlannedBatch
     from pagedkv.cache.fixed import FixedBatch
     from pagedkv.core import AddressSpace
-    from pagedkv.model.decoder import Decoder
-    from pagedkv.model.ways.trees import Branches
+    from pagedkv.model.decoder import BoundLayers, Decoder
 
 MOST_SEQUENCES: Final = 256
 """Beyond it a decode step allocates its memory, and runs without a graph."""
@@ -135,30 +132,19 @@ class ModelRunner:
             self._workspaces[num_tokens] = self._workspaces[whole].first(num_tokens)
         return self._workspaces[num_tokens]
 
-    def __call__(
-        self,
-        token_ids: Sequence[int],
-        batch: PlannedBatch,
-        logits_of: Sequence[int],
-        branches: Branches | None = None,
-    ) -> Tensor:
+    def __call__(self, token_ids: Sequence[int], batch: PlannedBatch, logits_of: Sequence[int]) -> Tensor:
         """Compute a step, and return the logits of some of its tokens. The next step may overwrite them.
 
-        logits_of: indices into the tokens, rising. branches: the branches of tree drafts; None without them.
-        Shapes: returns float32 [N, V]
+        logits_of: indices into the tokens, rising. Shapes: returns float32 [N, V]
         """
         if self._planned is not None and self._planned[0] is batch:
             return self._in_bucket(self._planned[1], token_ids, batch)
         device = self.decoder.device
         is_decode = len(logits_of) == len(token_ids) <= MOST_SEQUENCES
-        layers = self.layers
-        if branches is not None:
-            masked = (partial(layer.attend, tree_mask=branches.mask) for layer in layers)
-            layers = BoundLayers(layer._replace(attend=attend) for layer, attend in zip(layers, masked, strict=True))
         return self.decoder.forward(
             torch.tensor(token_ids, device=device),
-            batch if branches is None else branches.batch,
-            layers,
+            batch,
+            self.layers,
             logits_of=None if is_decode else torch.tensor(logits_of, dtype=torch.int64, device=device),
             backend=self._cache.kernel.name,
             memory=self._workspace(len(token_ids)) if is_decode else None,

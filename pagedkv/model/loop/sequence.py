@@ -30,11 +30,10 @@ class SequenceState:
 
     tokens:    prompt and output so far
     rules:     the rules that edit this sequence's logits, or None
-    space:     None while the sequence waits, unless it was preempted and has kept pages
+    space:     None while the sequence waits
     fetch:     the pages that come up from tiers below the pool while it waits; None if they were not asked for
     awaited:   while it waits, the running sequence that computes its next pages, and the length that it then finds
     num_drawn: the number of tokens drawn from `generator` so far
-    ended:     the reason for which the output has ended, until a validator has judged it; "" before
     """
 
     completion: Completion
@@ -47,7 +46,6 @@ class SequenceState:
     fetch: Fetch | None = None
     awaited: tuple[SequenceState, int] | None = None
     num_drawn: int = 0
-    ended: str = ""
 
     def rewind(self) -> None:
         """Restart the generator and skip the draws of the output so far."""
@@ -73,9 +71,9 @@ class SequenceState:
         token yet. Otherwise a sequence serves its own completion only.
         """
         request = self.completion.request
-        if request.search is not None or self.completion.index or self.completion.has_begun:
+        if request.search is not None or self.completion.index or self.completion.token_ids:
             return [self.completion]
-        return [c for c in request.completions if not c.has_begun and not c.finish_reason]
+        return [c for c in request.completions if not c.token_ids and not c.finish_reason]
 
     @property
     def num_receivers(self) -> int:
@@ -96,14 +94,12 @@ class Chunk(NamedTuple):
     num_tokens: tokens to compute, drafts included
     remaining:  `sequence.remaining` when the chunk was chosen; a commit changes the sequence's own
     drafts:     guesses of the next tokens; given to a chunk that is the last only
-    parents:    in a tree of drafts (ways/trees.py), the index of each draft's predecessor; () for a chain
     """
 
     sequence: SequenceState
     num_tokens: int
     remaining: int
     drafts: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -117,18 +113,10 @@ class Chunk(NamedTuple):
         """Whether the chunk holds the sequence's last token, so that its logits give the next token."""
         return self.num_tokens >= self.remaining
 
-    def with_drafts(self, drafts: Sequence[int], parents: tuple[int, ...] = ()) -> Chunk:
+    def with_drafts(self, drafts: Sequence[int]) -> Chunk:
         """Return the chunk with `drafts` behind it."""
-        return self._replace(num_tokens=self.num_tokens + len(drafts), drafts=tuple(drafts), parents=parents)
+        return self._replace(num_tokens=self.num_tokens + len(drafts), drafts=tuple(drafts))
 
     def without_drafts(self) -> Chunk:
         """Return the chunk without its drafts."""
-        return self._replace(num_tokens=self.num_tokens - len(self.drafts), drafts=(), parents=())
-
-    def draft_behind(self, draft: int, token: int) -> int | None:
-        """Return the draft that guesses `token` behind another; None if there is none. draft: -1 for the last token"""
-        for following in range(draft + 1, len(self.drafts)):
-            parent = self.parents[following] if self.parents else following - 1
-            if parent == draft and self.drafts[following] == token:
-                return following
-        return None
+        return self._replace(num_tokens=self.num_tokens - len(self.drafts), drafts=())

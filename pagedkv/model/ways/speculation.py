@@ -8,8 +8,7 @@
 
 Each token is drawn as the plain way draws it: from the logits after the tokens before it, with the next number of the
 request's own generator. A draft only decides whether these logits are there already. So the output is that of the plain
-way, token for token, for greedy requests and for any seed. Drafts may also be a tree of several branches: see
-ways/trees.py.
+way, token for token, for greedy requests and for any seed.
 
 Rejection sampling (Leviathan et al., 2023) keeps the distribution but not the tokens: a seed would give other text with
 drafts than without. It would accept a draft of a drafter that draws by chance more often, and a certain one as often.
@@ -22,13 +21,12 @@ the plain way beside the others. The cost of a step: k + 1 instead of 1 token an
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from pagedkv.errors import InvalidRequest, described
-from pagedkv.model.loop.draws import Drawn, Guess, draw
-from pagedkv.model.ways.trees import Tree
+from pagedkv.model.loop.draws import Drawn, draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,19 +36,13 @@ if TYPE_CHECKING:
     from pagedkv.checkpoint.config import ModelConfig
     from pagedkv.model.loop.sequence import Chunk, SequenceState
 
-BRANCHES: Final = (
-    "the drafter gave a tree with several branches, and the model has windows, which hide places and not tokens; "
-    "let `propose` return a list of tokens, or a Tree of one branch"
-)
-
 
 class Drafter(Protocol):
     """A source of drafts. Its state is about sequences that run; it can be lost at any time.
 
     If `propose` raises or returns bad drafts, the engine calls `recover`, then `propose` for each sequence alone. The
-    request of a sequence for which that fails ends with an error. `step` raises an exception that is no Exception, such
-    as SystemExit, once, when all others have their tokens. Only a KeyboardInterrupt breaks the step off and ends no
-    request. `forget` and `recover` must not raise.
+    request of a sequence for which that fails ends with an error. Only a KeyboardInterrupt breaks the step off and ends
+    no request. `forget` and `recover` must not raise.
 
     num_tokens: the most drafts of a sequence in a step
     vocab_size: drafts are below it; None if they are copied from the text
@@ -59,11 +51,8 @@ class Drafter(Protocol):
     num_tokens: int
     vocab_size: int | None
 
-    def propose(self, sequences: list[SequenceState], most: list[int]) -> Sequence[Sequence[int] | Tree]:
-        """Return at most `most[i]` drafts of the tokens that follow each sequence; none where nothing is known.
-
-        A Tree of several branches ends the request with an error if the model has windows.
-        """
+    def propose(self, sequences: list[SequenceState], most: list[int]) -> Sequence[Sequence[int]]:
+        """Return at most `most[i]` drafts of the tokens that follow each sequence; none where nothing is known."""
 
     def forget(self, sequence: SequenceState) -> None:
         """Give back what is kept about a sequence that stops to run."""
@@ -81,24 +70,14 @@ class Speculation:
     num_gained: tokens that sequences got behind such drafts, beyond the one of each pass
     """
 
-    def __init__(self, drafter: Drafter, config: ModelConfig, exits: list[BaseException]) -> None:
-        """config: that of the model that verifies. exits: gets what the drafter raises if that is no Exception.
-
-        Raises: InvalidRequest if the drafter has another vocabulary
-        """
+    def __init__(self, drafter: Drafter, config: ModelConfig) -> None:
+        """config: that of the model that verifies. Raises: InvalidRequest if the drafter has another vocabulary"""
         if drafter.vocab_size not in (None, config.vocab_size):
             raise InvalidRequest(
                 f"the draft model has {drafter.vocab_size} tokens in its vocabulary, the model has "
                 f"{config.vocab_size}; drafts are token ids, so give a draft model with the same tokenizer"
             )
-        self._has_window = any(window is not None for window in config.windows)
-        if getattr(drafter, "width", 1) > 1 and self._has_window:
-            raise InvalidRequest(
-                "a tree of drafts was asked for, and the model has windows, which hide places and not tokens; take "
-                "prompt-lookup instead of prompt-tree, or a drafter with width=1"
-            )
         self.drafter: Drafter = drafter
-        self._exits = exits
         self.num_passes: int = 0
         self.num_drafts: int = 0
         self.num_accepted: int = 0
@@ -118,7 +97,7 @@ class Speculation:
     def extend(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         """Return the chunks of a step with drafts behind those of decoding sequences, `budget` tokens in all.
 
-        A request ends with an error if the drafter fails for it, or gives several branches and the model has windows.
+        A request ends with an error if the drafter fails for it.
         """
         budget -= sum(chunk.num_tokens for chunk in chunks)
         places: list[int] = []
@@ -134,17 +113,10 @@ class Speculation:
         if places:
             drafts = self._proposed([chunks[place].sequence for place in places], most)
             for place, drafted in zip(places, drafts, strict=True):
-                if not isinstance(drafted, Tree):
-                    chunks[place] = chunks[place].with_drafts(drafted)
-                elif not self._has_window:
-                    chunks[place] = chunks[place].with_drafts(drafted.tokens, drafted.parents)
-                elif drafted.is_chain:
-                    chunks[place] = chunks[place].with_drafts(drafted.tokens)
-                else:
-                    chunks[place].sequence.completion.request.fail(BRANCHES)
+                chunks[place] = chunks[place].with_drafts(drafted)
         return chunks
 
-    def _proposed(self, sequences: list[SequenceState], most: list[int]) -> list[Sequence[int] | Tree]:
+    def _proposed(self, sequences: list[SequenceState], most: list[int]) -> list[Sequence[int]]:
         """Return the drafts of each sequence; none for one whose request ends because the drafter fails for it."""
         try:
             drafts = list(self.drafter.propose(sequences, most))
@@ -155,8 +127,6 @@ class Speculation:
             raise
         except BaseException as error:
             failure = described(error)
-            if not (isinstance(error, Exception) or self._exits):  # it is raised once, not for each sequence
-                self._exits.append(error)
         self.drafter.recover()
         if len(sequences) == 1:
             sequences[0].completion.request.fail(f"the drafter failed: {failure}")
@@ -166,17 +136,12 @@ class Speculation:
             for sequence, count in zip(sequences, most, strict=True)
         ]
 
-    def _check(self, drafted: Sequence[int] | Tree, most: int) -> None:
+    def _check(self, drafted: Sequence[int], most: int) -> None:
         """Raise InvalidRequest if the model cannot compute the drafts of a sequence."""
-        tokens = drafted.tokens if isinstance(drafted, Tree) else drafted
-        if len(tokens) > most:
-            raise InvalidRequest(f"propose returned {len(tokens)} drafts for a sequence that may have {most}")
-        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+        if len(drafted) > most:
+            raise InvalidRequest(f"propose returned {len(drafted)} drafts for a sequence that may have {most}")
+        if len(drafted) and not 0 <= min(drafted) <= max(drafted) < self._vocab_size:
             raise InvalidRequest(f"propose returned {drafted!r}; drafts must be from 0 to {self._vocab_size - 1}")
-        if isinstance(drafted, Tree):
-            after = [-1 <= parent < draft for draft, parent in enumerate(drafted.parents)]
-            if len(after) != len(tokens) or not all(after):
-                raise InvalidRequest(f"propose returned {drafted!r}; each draft needs a parent before it, or -1")
 
     def _useful(self, sequence: SequenceState) -> int:
         """Count the tokens that a sequence may have behind the one that its next pass gives in any case."""
@@ -203,19 +168,19 @@ class Speculation:
 
     def verify(
         self, chunks: list[Chunk], families: list[list[SequenceState]], drawn: list[Drawn], logits: Tensor
-    ) -> dict[SequenceState, list[Guess]]:
-        """Return the drafts of each sequence that came true, and the tokens that it gets by them, beyond its first.
+    ) -> dict[SequenceState, list[Drawn]]:
+        """Return the tokens that each sequence gets behind its drafts that came true: one for each, in order.
 
         drawn: for `families`, from the own rows
         Shapes: logits float32 [N, V], those of `rows`
         """
         last = [chunk for chunk in chunks if chunk.is_last]
         parents = accumulate(map(len, families), initial=0)  # the place of each parent's token
-        more: dict[SequenceState, list[Guess]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
-        alive = [  # chunks with a draft that came true, the row of the first draft of each, and that draft
-            (chunk, begin + 1, draft)
+        more: dict[SequenceState, list[Drawn]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
+        alive = [  # chunks with a draft that came true, and the row of their first draft
+            (chunk, begin + 1)
             for chunk, begin, parent in zip(last, self.own_rows(chunks), parents, strict=False)
-            if chunk.drafts and (draft := chunk.draft_behind(-1, drawn[parent].token)) is not None
+            if chunk.drafts and chunk.drafts[0] == drawn[parent].token
         ]
         self.num_drafts += sum(len(chunk.drafts) for chunk in last)
         self.num_passes += sum(map(bool, families))  # that of a beam is empty
@@ -238,17 +203,20 @@ class Speculation:
 
     @staticmethod
     def _round(
-        alive: list[tuple[Chunk, int, int]], more: dict[SequenceState, list[Guess]], logits: Tensor
-    ) -> list[tuple[Chunk, int, int]]:
-        """Append the draft that came true to each sequence, draw the token behind it, and return who goes on."""
-        for chunk, _, draft in alive:
-            chunk.sequence.tokens.append(chunk.drafts[draft])
-        after = logits[torch.tensor([row + draft for _, row, draft in alive], device=logits.device)]
-        drawn = draw([[chunk.sequence] for chunk, *_ in alive], after, is_guess=True)
-        going: list[tuple[Chunk, int, int]] = []
-        for (chunk, row, draft), one in zip(alive, drawn, strict=True):
+        alive: list[tuple[Chunk, int]], more: dict[SequenceState, list[Drawn]], logits: Tensor
+    ) -> list[tuple[Chunk, int]]:
+        """Append the draft that came true to each sequence, draw the token behind it, and return who goes on.
+
+        alive: chunks, and the row of the logits behind the draft
+        """
+        for chunk, _ in alive:
+            chunk.sequence.tokens.append(chunk.drafts[len(more[chunk.sequence])])
+        after = logits[torch.tensor([row for _, row in alive], device=logits.device)]
+        drawn = draw([[chunk.sequence] for chunk, _ in alive], after, is_guess=True)
+        going: list[tuple[Chunk, int]] = []
+        for (chunk, row), one in zip(alive, drawn, strict=True):
             if one.token >= 0:
-                more[chunk.sequence].append(Guess(draft, one))
-                if (following := chunk.draft_behind(draft, one.token)) is not None:
-                    going.append((chunk, row, following))
+                more[chunk.sequence].append(one)
+                if chunk.drafts[len(more[chunk.sequence]) :][:1] == (one.token,):
+                    going.append((chunk, row + 1))
         return going

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.latency import Histogram, Latency, Percentiles
 from pagedkv.model.request import Completion
@@ -25,8 +23,8 @@ def engine() -> Engine:
     return Engine.load(num_frames=64)
 
 
-def reply(engine: Engine, prompt: str, follows: Completion | None = None) -> Completion:
-    return engine.generate([prompt], follows=follows)[0].completions[0]
+def reply(engine: Engine, prompt: str) -> Completion:
+    return engine.generate([prompt])[0].completions[0]
 
 
 # -- the phases of one output ------------------------------------------------------------------------------------------
@@ -74,33 +72,6 @@ def test_the_end_of_a_request_ends_the_phase_that_it_was_in(engine: Engine) -> N
     assert one.latency.decode_s > so_far.decode_s
 
 
-def test_turns_of_a_conversation_add_up_with_the_waits_between_them(engine: Engine) -> None:
-    turns = [reply(engine, PAGE + QUESTIONS[0])]
-    for question in QUESTIONS[1:]:
-        time.sleep(0.02)
-        turns.append(reply(engine, PAGE + question, turns[-1]))
-    assert [one.request.turn for one in turns] == [0, 1, 2]
-    assert [one.latency.tool_wait_s for one in turns] == pytest.approx(
-        [0, *(after.request.submitted_at - before.finished_at for before, after in pairwise(turns))]
-    )
-    assert all(one.latency.tool_wait_s >= 0.02 for one in turns[1:])
-    outcome = turns[-1].latency_to_outcome
-    assert outcome.total_s == pytest.approx(turns[-1].finished_at - turns[0].request.submitted_at)
-    assert outcome.decode_s == pytest.approx(sum(one.latency.decode_s for one in turns))
-    assert engine.stats().latency["tool_wait"].count == 2
-
-
-@pytest.mark.parametrize("follows", ["reply", 3])
-def test_only_a_reply_can_be_followed(engine: Engine, follows: object) -> None:
-    with pytest.raises(InvalidRequest, match="give the completion of the turn before"):
-        engine.submit(PAGE, follows=follows)  # type: ignore[arg-type]
-
-
-def test_a_reply_that_has_not_finished_cannot_be_followed(engine: Engine) -> None:
-    with pytest.raises(InvalidRequest, match="has not finished"):
-        engine.submit(PAGE, follows=engine.submit(PAGE).completions[0])
-
-
 # -- all outputs -------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +89,7 @@ def test_stats_tell_each_latency_once_and_each_token_once(engine: Engine) -> Non
     assert now.computed_tokens == prompts + now.output_tokens - 3 - sum(one.cached_tokens for one in completions)
     counts = {name: told.count for name, told in now.latency.items()}
     each = dict.fromkeys(("first_token", "queue", "prefill", "decode", "total"), 3)
-    assert counts == {**each, "step": now.steps, "between_tokens": now.output_tokens - 3, "tool_wait": 0}
+    assert counts == {**each, "step": now.steps, "between_tokens": now.output_tokens - 3}
     slowest = max(one.ttft_s for one in completions)
     assert now.latency["first_token"].p99 == pytest.approx(slowest, rel=ERROR)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import statistics
 import time
@@ -10,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.loop.preemption import Keep, preemption_of
 from pagedkv.sampling.params import SamplingParams
 from tests.model.conftest import Checkpoint, prompt_of
-from tests.model.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
-from tests.model.test_trust import after, assert_equal, submitted
+from tests.model.test_engine import NUM_TOKENS, build, idle, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,39 +32,6 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return computed
 
 
-@pytest.mark.parametrize("num_frames", [14, 17, 22])
-def test_a_sequence_that_keeps_pages_computes_less_again(
-    num_frames: int, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed = {}
-    for policy in ("recompute", "keep"):
-        engine = build(checkpoint("llama"), num_frames=num_frames, prefix_cache=False, preemption=policy)
-        steps = counted(engine, monkeypatch)
-        requests = engine.generate([prompt_of(length) for length in LENGTHS], PARAMS)
-        monkeypatch.undo()
-        assert outputs(requests) == expected("llama", checkpoint("llama"))
-        assert engine.scheduler.preemptions > 0
-        assert idle(engine)
-        computed[policy] = sum(steps)
-    least = sum(LENGTHS) + 3 * (NUM_TOKENS - 1)
-    assert least <= computed["keep"] < computed["recompute"]
-
-
-def test_only_missing_frames_are_taken_from_the_last_in_order(checkpoint: Callable[[str], Checkpoint]) -> None:
-    engine = build(checkpoint("llama"), num_frames=10, prefix_cache=False, preemption="keep")
-    engine.submit(prompt_of(64), PARAMS)
-    last = engine.submit(prompt_of(80), PARAMS)
-    engine.step()
-    engine.step()  # both lack a frame now, and one is left
-    waiting = engine.scheduler.waiting[0]
-    assert waiting.completion.request is last
-    assert waiting.space is not None
-    assert len(waiting.space) == 80
-    engine.cancel(last)
-    engine.run()
-    assert idle(engine)
-
-
 def test_an_urgent_request_overtakes_and_preempts(checkpoint: Callable[[str], Checkpoint]) -> None:
     order: list[int] = []
     for options in ({"num_frames": 12}, {"limits": Limits(max_sequences=1)}):
@@ -86,25 +49,6 @@ def test_an_urgent_request_overtakes_and_preempts(checkpoint: Callable[[str], Ch
         assert outputs([slow, slower, urgent]) == alone
         assert engine.scheduler.preemptions > 0
         assert idle(engine)
-
-
-@pytest.mark.parametrize("priority", [-1, 0])
-def test_pages_kept_by_a_less_urgent_sequence_go_to_an_urgent_one(
-    priority: int, checkpoint: Callable[[str], Checkpoint]
-) -> None:
-    """Before any running sequence is preempted, and also if the running one is as urgent."""
-    engine = build(checkpoint("llama"), num_frames=10, prefix_cache=False, preemption="keep")
-    first = engine.submit(prompt_of(64), PARAMS, priority=priority)
-    engine.submit(prompt_of(80), PARAMS)
-    engine.step()
-    engine.step()
-    assert [len(sequence.space or ()) for sequence in engine.scheduler.waiting] == [80]
-    urgent = engine.submit(prompt_of(40), SamplingParams(max_tokens=8), priority=-1)
-    engine.step()
-    assert {sequence.completion.request for sequence in engine.scheduler.running} == {first, urgent}
-    assert engine.scheduler.preemptions == 1
-    engine.run()
-    assert idle(engine)
 
 
 def test_a_sequence_is_preempted_only_if_that_makes_room(checkpoint: Callable[[str], Checkpoint]) -> None:
@@ -139,13 +83,12 @@ def test_a_tenant_at_its_quota_makes_room_by_its_own_sequences(checkpoint: Calla
     assert idle(engine)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "keep"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_mixture_of_priorities_gives_each_prompt_its_own_tokens(
-    seed: int, policy: str, checkpoint: Callable[[str], Checkpoint]
+    seed: int, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
     dice, wide = random.Random(seed), build(checkpoint("llama"))
-    engine = build(checkpoint("llama"), block_size=4, num_frames=40, preemption=policy)
+    engine = build(checkpoint("llama"), block_size=4, num_frames=40)
     requests, want = [], []
     for number in range(12):
         prompt, params = prompt_of(dice.randint(3, 60), number), SamplingParams(max_tokens=dice.randint(1, 30))
@@ -159,34 +102,6 @@ def test_any_mixture_of_priorities_gives_each_prompt_its_own_tokens(
     assert outputs(requests) == want
     assert engine.scheduler.preemptions > 0
     assert idle(engine)
-
-
-@pytest.mark.parametrize("place", ["preempt", "_make_room", "_start", "_admit"])
-def test_an_interrupt_while_pages_are_kept_loses_nothing(
-    place: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = build(checkpoint("llama"))
-    want = submitted(plain)
-    plain.run()
-    engine, dice = build(checkpoint("llama"), num_frames=7, preemption="keep", block_size=16), random.Random(4)
-    monkeypatch.setattr(engine.scheduler, place, sometimes(getattr(engine.scheduler, place), dice))
-    got = submitted(engine)
-    while engine.has_work:
-        with contextlib.suppress(KeyboardInterrupt):
-            engine.step()
-    monkeypatch.undo()
-    assert_equal(got, want, engine)
-
-
-def sometimes(real: Callable[..., Any], dice: random.Random) -> Callable[..., Any]:
-    result: list[Any] = []
-    call = after(lambda *args: result.append(real(*args)), dice)
-
-    def interrupted(*args: Any) -> Any:
-        call(*args)
-        return result.pop()
-
-    return interrupted
 
 
 @pytest.mark.slow
@@ -212,8 +127,7 @@ def test_an_overloaded_pool_computes_little_twice(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preemption", ["recompute", "keep"])
-def test_an_overloaded_pool_takes_little_longer(preemption: str) -> None:
+def test_an_overloaded_pool_takes_little_longer() -> None:
     """200 requests on a pool for three: at most 15 % more seconds than three at a time, in medians of three turns."""
     dice, taken = random.Random(0), list[list[float]]()
     prompts = [prompt_of(dice.randint(30, 60), seed=i) for i in range(200)]
@@ -221,7 +135,7 @@ def test_an_overloaded_pool_takes_little_longer(preemption: str) -> None:
     for _ in range(3):
         taken.append([])
         for limits in (Limits(max_sequences=3), Limits()):
-            engine = Engine.load(num_frames=3 * 7, limits=limits, preemption=preemption)
+            engine = Engine.load(num_frames=3 * 7, limits=limits)
             engine.generate(prompts[:2], params[:2])
             began = time.perf_counter()
             engine.generate(prompts, params)
@@ -229,11 +143,3 @@ def test_an_overloaded_pool_takes_little_longer(preemption: str) -> None:
         assert engine.scheduler.preemptions > 0
     calm, busy = map(statistics.median, zip(*taken, strict=True))
     assert busy <= 1.15 * calm
-
-
-def test_a_policy_may_be_named_or_given(checkpoint: Callable[[str], Checkpoint]) -> None:
-    assert preemption_of("keep") == Keep() == preemption_of(Keep())
-    with pytest.raises(InvalidRequest, match="preemption is 'swap'; give 'recompute' or 'keep', or a policy"):
-        preemption_of("swap")
-    with pytest.raises(InvalidRequest, match="priority is 'high'"):
-        build(checkpoint("llama")).submit([1], priority="high")  # type: ignore[arg-type]

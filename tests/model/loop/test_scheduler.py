@@ -169,7 +169,7 @@ def test_a_prompt_waits_for_no_less_urgent_one(checkpoint: Callable[[str], Check
 
 @pytest.mark.parametrize("end", ["cancel", "fail", "preempt"])
 def test_a_prompt_goes_on_when_the_one_it_waits_for_ends(end: str, checkpoint: Callable[[str], Checkpoint]) -> None:
-    engine = build(checkpoint("llama"), num_frames=400, limits=Limits(prefill_chunk=16), preemption="keep")
+    engine = build(checkpoint("llama"), num_frames=400, limits=Limits(prefill_chunk=16))
     prompts = [prompt_of(120) + prompt_of(3, seed) for seed in range(3)]
     leader, *others = [engine.submit(prompt, PARAMS) for prompt in prompts]
     engine.step()

@@ -197,10 +197,8 @@ WILD = {"max_tokens": 40, "temperature": 4.0, "ignore_eos": True}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # sampling, submit, engine
     "one": (WILD, {}, {}),
     "samples": (WILD, {"num_samples": 5}, {}),
-    "best of 4": ({**WILD, "best_of": 4}, {"num_samples": 2}, {}),
     "beams": ({"max_tokens": 12, "num_beams": 3, "ignore_eos": True}, {"num_samples": 3}, {}),
     "few frames": (WILD, {"num_samples": 2}, {"num_frames": 8}),
-    "rejected once": ({**WILD, "max_retries": 9, "validator": lambda c: len(c.text) % 2 == 0}, {}, {}),
     "a stop string": ({**WILD, "stop": ["\n"]}, {"num_samples": 3}, {}),
 }
 

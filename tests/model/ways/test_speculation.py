@@ -431,7 +431,7 @@ def test_a_draft_model_with_windows_rolls_back_wrong_drafts(checkpoint: Callable
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
     with pytest.raises(InvalidRequest, match="the draft model has 97 tokens in its vocabulary, the model has"):
         Engine.load(speculate=checkpoint("llama").folder, num_frames=8)
-    with pytest.raises(InvalidRequest, match="speculate is 5; give 'prompt-lookup', 'prompt-tree', 'draft', the"):
+    with pytest.raises(InvalidRequest, match="speculate is 5; give 'prompt-lookup', 'draft', the"):
         Engine.load(speculate=5, num_frames=8)  # type: ignore[arg-type]
 
 
