@@ -2,7 +2,7 @@
 
     from pagedkv.integrations.prometheus import register, register_engine
     register(cache)                                  # a PagedKVCache or a MemoryManager
-    register_engine(engine)                          # a pagedkv.model.Engine, and its cache
+    register_engine(engine)                          # the reference engine, and its cache
     prometheus_client.start_http_server(8000)        # or a handler in the engine's own server
 
 Each scrape reads `stats()` and the distributions that an engine keeps in any case: no counter is kept twice, and a step
@@ -12,7 +12,7 @@ pays nothing. A scrape in the middle of a step may mix two moments.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pagedkv.core import MemoryManager, Stats
 
@@ -24,7 +24,22 @@ except ImportError as _error:
 
 if TYPE_CHECKING:
     from pagedkv import PagedKVCache
-    from pagedkv.model import Engine
+
+
+class Engine(Protocol):
+    """The parts of the reference engine that are shown."""
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """Its pages."""
+
+    @property
+    def meter(self) -> Any:
+        """Its counters: `times` has a histogram for each of ENGINE_TIMES."""
+
+    def stats(self) -> Any:
+        """Return an object with the fields of ENGINE_GAUGES and ENGINE_COUNTERS, and `finished`."""
+
 
 FRAME_STATES: Final = ("free", "mapped", "cached", "retired")
 

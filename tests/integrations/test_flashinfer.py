@@ -11,7 +11,6 @@ import math
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from pagedkv.integrations.flashinfer import (
     get_batch_indices_positions,
     get_seq_lens,
     merge_state,
-    merge_states,
 )
 from tests.integrations.plain import attention
 
@@ -114,17 +112,13 @@ def test_prefill(planned: dict[str, Any], plain: dict[str, Any], causal: bool) -
     close(narrow[20:31], want)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_custom_masks_among_new_tokens(packed: bool) -> None:
+def test_custom_masks_among_new_tokens() -> None:
     torch.manual_seed(2)
     pool, counts = Pool("NHD", True), [5, 1, 11]
     starts = int32([0, *itertools.accumulate(counts)])
     masks = [torch.cat([torch.ones(c, n - c), torch.rand(c, c).round() + torch.eye(c)], 1) > 0
              for c, n in zip(counts, LENGTHS, strict=True)]  # fmt: skip
-    bits = [torch.from_numpy(np.packbits(mask.flatten().numpy(), bitorder="little")) for mask in masks]
-    given = (
-        {"packed_custom_mask": torch.cat(bits)} if packed else {"custom_mask": torch.cat([m.flatten() for m in masks])}
-    )
+    given = {"custom_mask": torch.cat([mask.flatten() for mask in masks])}
     wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     wrapper.plan(starts, *pool.tables, *pool.sizes, **FLOAT, **given)
     q = torch.randn(17, H, D)
@@ -141,23 +135,6 @@ def test_custom_masks_among_new_tokens(packed: bool) -> None:
     with pytest.raises(InvalidRequest, match="custom_mask has 3 elements; the requests have 543"):
         wrapper.plan(starts, *pool.tables, *pool.sizes, **FLOAT, custom_mask=torch.ones(3, dtype=torch.bool))
     torch.testing.assert_close(wrapper.run(q, pool.cache), out)  # a plan that fails changes nothing
-
-
-@pytest.mark.parametrize("num_heads", [4, 6])
-def test_alibi(num_heads: int) -> None:
-    """The slopes of the paper: 2^(-8h/n) for n heads, and every other one of 2n for heads beyond a power of two."""
-    torch.manual_seed(3)
-    pool = Pool("NHD", True)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    wrapper.plan(*pool.tables, num_heads, K, D, S, pos_encoding_mode="ALIBI", **FLOAT)
-    q = torch.randn(3, num_heads, D)
-    out = wrapper.run(q, pool.cache)
-    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3][:num_heads])
-    for b in range(3):
-        want, _ = attention(q[b : b + 1], pool.keys[b], pool.values[b], slopes=slopes)
-        close(out[b : b + 1], want)
-    with pytest.raises(InvalidRequest, match="return_lse with ALIBI"):
-        wrapper.run_return_lse(q, pool.cache)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
@@ -354,17 +331,14 @@ def test_buffers_for_requests_and_positions_are_filled() -> None:
 def test_states_merge_to_the_attention_over_all_keys() -> None:
     torch.manual_seed(8)
     q, k, v = torch.randn(5, H, D), torch.randn(12, K, D), torch.randn(12, K, D)
-    parts = [attention(q, k[i : i + 4], v[i : i + 4]) for i in (0, 4, 8)]
-    empty = (torch.full((5, H, D), torch.nan, dtype=torch.float64), torch.full((5, H), -torch.inf, dtype=torch.float64))
-    states = [(out.float(), (lse / math.log(2)).float()) for out, lse in (*parts, empty)]
+    states = [
+        (out.float(), (lse / math.log(2)).float())
+        for out, lse in (attention(q, k[i : i + 4], v[i : i + 4]) for i in (0, 4, 8))
+    ]
     want, want_lse = attention(q, k, v)
-    found = merge_states(torch.stack([s[0] for s in states], 1), torch.stack([s[1] for s in states], 1))
-    one_by_one = merge_state(*merge_state(*states[0], *states[1]), *states[2])
-    for out, lse in (found, one_by_one):
-        close(out, want)
-        close(lse, want_lse / math.log(2))
-    broken = merge_states(torch.ones(1, 2, 1, 3), torch.tensor([[[0.0], [torch.nan]]]))
-    assert all(x.isnan().all() for x in broken)
+    out, lse = merge_state(*merge_state(*states[0], *states[1]), *states[2])
+    close(out, want)
+    close(lse, want_lse / math.log(2))
 
 
 def plan(pool: Pool, **changed: Any) -> Any:
@@ -378,7 +352,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"kv_layout": "DHN"}, "it must be 'NHD' or 'HND'"),
     "heads": ({"num_qo_heads": 5}, "multiple of num_kv_heads=2"),
     "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "turn keys before storing them"),
-    "caps": ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 3.0}, "logits_soft_cap with ALIBI"),
+    "alibi": ({"pos_encoding_mode": "ALIBI"}, "give 'NONE'"),
     "right": ({"window_right": 1}, "window_right of flashinfer is not served"),
     "last": ({"last_page_len": int32([3, 0, 8])}, "last_page_len of request 1 is 0; it must be 1 to 8"),
     "falls": ({"indptr": int32([0, 3, 2, 9])}, "begin with 0 and never fall"),

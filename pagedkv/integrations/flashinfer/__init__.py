@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from pagedkv.integrations import stand_in
 from pagedkv.integrations.flashinfer.pages import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
-from pagedkv.integrations.flashinfer.states import merge_state, merge_states
+from pagedkv.integrations.flashinfer.states import merge_state
 from pagedkv.integrations.flashinfer.wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -32,7 +32,6 @@ __all__ = [
     "get_seq_lens",
     "install",
     "merge_state",
-    "merge_states",
 ]
 __version__ = "0.6.18"
 

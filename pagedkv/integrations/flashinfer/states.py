@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import torch
 from torch import Tensor
 
 import pagedkv
@@ -20,17 +19,3 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     """
     v, s = pagedkv.merge_states(v_a, s_a.float() * LN2, v_b, s_b.float() * LN2)
     return v, s.div_(LN2)
-
-
-def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention over N disjoint sets of keys, from the attention over each. LSE in base 2.
-
-    Sums in float32. Where s is -inf, v is not read.
-    Shapes: v [T, N, H, D]; s float32 [T, N, H]; returns [T, H, D], [T, H]
-    """
-    natural = s.float() * LN2
-    total = natural.logsumexp(1)
-    has_keys = natural != -torch.inf
-    weights = torch.where(has_keys, (natural - total[:, None]).exp(), 0.0)[..., None]
-    merged = torch.where(has_keys[..., None], v.float(), 0.0).mul_(weights).sum(1)
-    return merged.to(v.dtype), total.div_(LN2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -53,22 +51,13 @@ def batch_of(
     return PagedBatch(table, tokens, queries, max_seqlen_q=most[0], max_seqlen_k=most[1])
 
 
-def tree_mask(mask: tuple[Tensor | None, Tensor | None], queries: Tensor, lengths: Tensor) -> Tensor:
+def tree_mask(mask: Tensor, queries: Tensor, lengths: Tensor) -> Tensor:
     """Return the mask among new tokens, bool [T, most queries of a request]. Raises InvalidRequest for other masks."""
-    flat, packed = mask
     counts = queries.diff()
     sizes = (counts.long() * lengths.long()).tolist()
-    if packed is not None:
-        if packed.numel() != (needed := sum(-(-size // 8) for size in sizes)):
-            raise InvalidRequest(f"packed_custom_mask has {packed.numel()} bytes; the requests have {needed}")
-        bits = (packed.cpu()[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-        parts = [part.flatten() for part in torch.split(bits.bool(), [-(-size // 8) for size in sizes])]
-    elif flat is not None and flat.numel() == sum(sizes):
-        parts = list(torch.split(flat.cpu().bool().flatten(), sizes))
-    else:
-        raise InvalidRequest(
-            f"custom_mask has {0 if flat is None else flat.numel()} elements; the requests have {sum(sizes)}"
-        )
+    if mask.numel() != sum(sizes):
+        raise InvalidRequest(f"custom_mask has {mask.numel()} elements; the requests have {sum(sizes)}")
+    parts = torch.split(mask.cpu().bool().flatten(), sizes)
     result = torch.zeros(int(queries[-1]), int(counts.max()) if len(counts) else 0, dtype=torch.bool)
     for b, (first, count, length) in enumerate(zip(queries.tolist(), counts.tolist(), lengths.tolist(), strict=False)):
         shown = parts[b][: count * length].view(count, length)
@@ -82,11 +71,3 @@ def tree_mask(mask: tuple[Tensor | None, Tensor | None], queries: Tensor, length
             )
         result[first : first + count, :count] = shown[:, before:]
     return result
-
-
-def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Return the slopes of ALiBi (Press et al. 2021): a geometric sequence for a power of two, and others between."""
-    n = 2 ** int(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
-    slopes += [2.0 ** (-4.0 * (2 * h + 1) / n) for h in range(num_heads - n)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)

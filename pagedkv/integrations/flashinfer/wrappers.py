@@ -13,7 +13,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import stand_in
 from pagedkv.integrations.flashinfer.pages import layer_of
 from pagedkv.integrations.flashinfer.states import LN2
-from pagedkv.integrations.flashinfer.step import alibi_slopes, batch_of, tree_mask
+from pagedkv.integrations.flashinfer.step import batch_of, tree_mask
 
 UNREAD: Final = frozenset(
     ("block_tables", "disable_split_kv", "max_sequence_kv", "max_token_per_sequence", "non_blocking", "rope_scale",
@@ -110,7 +110,7 @@ class _PagedWrapper:
 
     def _set_plan(
         self, queries: Tensor, tables: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None, sizes: tuple[int, ...],
-        dtypes: tuple[object, object, object], mask: tuple[Tensor | None, Tensor | None], *, pos_encoding_mode: str,
+        dtypes: tuple[object, object, object], mask: Tensor | None, *, pos_encoding_mode: str,
         scale: float | None, window_left: int, soft_cap: float | None, split_pages: int | None, causal: bool,
         least: int | None = None,
     ) -> None:  # fmt: skip
@@ -125,12 +125,12 @@ class _PagedWrapper:
         q_dtype, kv_dtype, out_dtype = (_dtype(dtypes[0] if of is None else of) for of in dtypes)
         if not q_dtype.is_floating_point or q_dtype.itemsize == 1:
             raise InvalidRequest(f"q_data_type is {q_dtype}; it must be float32, bfloat16 or float16")
-        options = self._options(pos_encoding_mode, soft_cap, causal, H)
+        options = self._options(pos_encoding_mode, soft_cap, causal)
         batch = batch_of(queries, *tables, lengths, S, self.device)
         if least is not None and (batch.seq_lens < least).any():
             at = int((batch.seq_lens < least).int().argmax())
             raise InvalidRequest(f"request {at} has {int(batch.seq_lens[at])} tokens, fewer than {least} queries")
-        if any(part is not None for part in mask):
+        if mask is not None:
             if self._fixed is not None:
                 raise InvalidRequest("a custom mask in a wrapper for CUDA graphs: its tensor changes with each plan")
             options["tree_mask"] = tree_mask(mask, batch.cu_seqlens_q, batch.seq_lens).to(self.device)
@@ -146,19 +146,12 @@ class _PagedWrapper:
         dtypes_planned = (q_dtype, kv_dtype, out_dtype)
         self._plan = _Plan(batch, num_queries, (H, K, S, D, Dv), dtypes_planned, scale, window_left, options)
 
-    def _options(self, pos_encoding_mode: str, soft_cap: float | None, causal: bool, H: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"causal": bool(causal), "softcap": stand_in.softcap_of(soft_cap)}
-        if pos_encoding_mode == "ALIBI":
-            if options["softcap"]:
-                raise InvalidRequest(
-                    "logits_soft_cap with ALIBI: flashinfer caps scores after ALiBi, and kernels here before"
-                )
-            options["alibi_slopes"] = alibi_slopes(H, self.device)
-        elif pos_encoding_mode != "NONE":
+    def _options(self, pos_encoding_mode: str, soft_cap: float | None, causal: bool) -> dict[str, Any]:
+        if pos_encoding_mode != "NONE":
             raise InvalidRequest(
-                f"pos_encoding_mode is {pos_encoding_mode!r}; give 'ALIBI' or 'NONE', and turn keys before storing them"
+                f"pos_encoding_mode is {pos_encoding_mode!r}; give 'NONE', and turn keys before storing them"
             )
-        return options
+        return {"causal": bool(causal), "softcap": stand_in.softcap_of(soft_cap)}
 
     def _in_buffers(
         self, batch: PagedBatch, num_queries: int, tables: tuple[Tensor, Tensor, Tensor], S: int
@@ -199,9 +192,7 @@ class _PagedWrapper:
         causal: None for False in the wrapper for prompts, and True in that for decoding. scales: see `run`.
         """
         plan, is_causal = self._planned, self._is_decoding if causal is None else causal
-        options = {**plan.options, **self._options(pos_encoding_mode, logits_soft_cap, is_causal, plan.sizes[0])}
-        if pos_encoding_mode == "NONE":
-            options.pop("alibi_slopes", None)
+        options = {**plan.options, **self._options(pos_encoding_mode, logits_soft_cap, is_causal)}
         self._plan = replace(plan, scale=sm_scale, window_left=window_left, options=options, served={})
         return self.run(q, paged_kv_cache, return_lse=return_lse, **scales)
 
@@ -234,8 +225,6 @@ class _PagedWrapper:
             raise InvalidRequest(f"q has {len(q)} rows, which are not q_len_per_req={q_len_per_req} for each request")
         plan, layer = self._planned, layer_of(paged_kv_cache, self._kv_layout)
         _check(plan, q, layer, out, lse if return_lse else None)
-        if return_lse and "alibi_slopes" in plan.options:
-            raise InvalidRequest("return_lse with ALIBI: flashinfer counts positions from elsewhere in the LSE")
         left = plan.window_left if window_left is None else window_left
         causal = plan.options["causal"]
         window: Any = None if left < 0 else (left + 1 if causal else (left, None))
@@ -349,7 +338,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         self._set_plan(
             queries, (indptr, indices, last_page_len), seq_lens,
             (num_qo_heads, num_kv_heads, page_size, head_dim, head_dim),
-            (q_type, data_type if kv_data_type is None else kv_data_type, o_data_type), (None, None),
+            (q_type, data_type if kv_data_type is None else kv_data_type, o_data_type), None,
             pos_encoding_mode=pos_encoding_mode, scale=sm_scale, window_left=window_left, causal=True,
             soft_cap=logits_soft_cap, split_pages=fixed_split_size, least=None if q_len_per_req == 1 else q_len_per_req,
         )  # fmt: skip
@@ -409,18 +398,17 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
 
         custom_mask:        bool [queries, tokens] of each request, flat, one after the other; it replaces `causal`.
                             Tokens before the request's queries must be visible to all of them.
-        packed_custom_mask: the same in bits, the first in the lowest bit; each request begins in a byte of its own
         Others as in the wrapper for decoding.
         Shapes: qo_indptr, paged_kv_indptr int32 [B + 1], paged_kv_indices int32 [paged_kv_indptr[-1]],
                 paged_kv_last_page_len int32 [B]
         Raises: InvalidRequest
         """
-        _refuse_unserved(others)
+        _refuse_unserved({**others, "packed_custom_mask": packed_custom_mask})
         self._set_plan(
             qo_indptr, (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len), seq_lens,
             (num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo or head_dim_qk),
             (q_data_type, kv_data_type, o_data_type),
-            (custom_mask, packed_custom_mask), pos_encoding_mode=pos_encoding_mode, scale=sm_scale,
+            custom_mask, pos_encoding_mode=pos_encoding_mode, scale=sm_scale,
             window_left=window_left, causal=causal, soft_cap=logits_soft_cap, split_pages=fixed_split_size,
         )  # fmt: skip
 

@@ -20,31 +20,26 @@ KEYS: Final = (POLICY, LINEARS)
 
 
 def policy_in(additional_config: object) -> Any:
-    """Return the eviction policy that `additional_config` asks for, see FramePool: "lru" if it asks for none.
-
-    Raises: InvalidRequest for a policy that FramePool does not have, and for another key that begins with "pagedkv_".
-    """
+    """Return the eviction policy that `additional_config` asks for, see FramePool: "lru" if it asks for none."""
     return _ours_in(additional_config).get(POLICY, "lru")
 
 
 def linears_in(additional_config: object) -> bool:
-    """Return whether linear layers are ours: True unless `additional_config` says false.
-
-    Raises: InvalidRequest for another value than true and false, and as `policy_in` does.
-    """
-    asked = _ours_in(additional_config).get(LINEARS, True)
-    if not isinstance(asked, bool):
-        raise InvalidRequest(f"{LINEARS!r} of additional_config is {asked!r}; give true or false")
-    return asked
+    """Return whether linear layers are ours: True unless `additional_config` says false."""
+    return bool(_ours_in(additional_config).get(LINEARS, True))
 
 
 def _ours_in(additional_config: object) -> Mapping[str, Any]:
+    """Raises: InvalidRequest for a policy that FramePool lacks, another switch than a bool, and an unknown name."""
     if not isinstance(additional_config, Mapping):  # None, or an object of another plug-in
         return {}
-    unknown = [key for key in additional_config if str(key).startswith("pagedkv_") and key not in KEYS]
-    if unknown:
-        known = ", ".join(map(repr, KEYS))
-        raise InvalidRequest(f"additional_config has {unknown[0]!r}; pagedkv reads {known}: correct the name")
+    for key, asked in additional_config.items():
+        if str(key).startswith("pagedkv_") and key not in KEYS:
+            raise InvalidRequest(
+                f"additional_config has {key!r}; pagedkv reads {', '.join(map(repr, KEYS))}: correct the name"
+            )
+        if key == LINEARS and not isinstance(asked, bool):
+            raise InvalidRequest(f"{LINEARS!r} of additional_config is {asked!r}; give true or false")
     if POLICY in additional_config:
         try:
             FramePool(1, policy=additional_config[POLICY])
