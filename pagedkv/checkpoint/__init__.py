@@ -4,14 +4,14 @@ config           config.json as a ModelConfig; fields: its values, checked for t
 weights          *.safetensors as the matrices of the kernels
 tokenizer        tokenizer.json: text to token ids and back; token_reach: the fewest tokens of a text;
                  special_tokens: names and tokens in the files next to it
-chat_template    messages to text; chat_sandbox: the process in which a template runs
+chat_template    messages to text
 hub              the local cache of the Hugging Face hub
 files            JSON, text and bytes of limited size
 fit              the memory that a config needs
 records          the language of the bundled checkpoint
 
-Files come from strangers: each is a regular file of limited size, a fault in one is a CheckpointError in words, and a
-template runs in a process of its own. This layer knows no pool, no sequence and no step. It imports the kernels'
+Files come from strangers: each is a regular file of limited size, a fault in one is a CheckpointError that names the
+file, and a template runs in a sandbox. This layer knows no pool, no sequence and no step. It imports the kernels'
 formats of a matrix; `config`, `hub` and `fit` load no torch.
 """
 

@@ -11,7 +11,6 @@ import re
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
@@ -63,7 +62,6 @@ class Tokenizer:
             i for i, token in raw.get_added_tokens_decoder().items() if token.special
         )
         self._template: ChatTemplate | None = None
-        self._making = Lock()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -154,13 +152,11 @@ class Tokenizer:
         """Render `messages`, each {"role": ..., "content": ...}, with the checkpoint's chat template.
 
         Encode the result with special_tokens=False. variables: further names for the template; JSON values.
-        The template comes from the checkpoint and is not trusted: it runs in a sandbox, in a process of its own that
-        has 2 s of processor time and 1 GiB of memory for each call.
+        The template comes from the checkpoint: it runs in a sandbox, which does not limit its time.
         Raises: InvalidRequest if there is no template, or the template refuses the messages; CheckpointError if the
-            template is not valid, or takes too much time or memory
+            template is not valid, or its text is too long
         """
-        with self._making:  # threads of a server come here at once
-            self._template = self._template or ChatTemplate(self._chat_template())
+        self._template = self._template or ChatTemplate(self._chat_template())
         texts = {name: self._text_of(name) for name in self.config if name.endswith("_token")}
         special_tokens = {name: text for name, text in texts.items() if text is not None}
         names = {"messages": list(messages), "tools": None, "documents": None}

@@ -258,26 +258,17 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
 }
 
 REFUSES, INVALID = "chat template refuses these messages: ", "chat template is not valid ("
-LIMIT = "chat template exceeds a limit ("
 LOOPS = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set n = namespace(s='a') %}{% for i in range(64) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}"
 
 TEMPLATES: dict[str, tuple[Any, str]] = {
     "division": ("{{ 1/0 }}", f"{REFUSES}ZeroDivisionError: division by zero"),
     "encoding": ("{{ 'x'.encode('zzz') }}", f"{REFUSES}LookupError"),
     "range": ("{% for i in range(10**8) %}{% endfor %}", f"{REFUSES}OverflowError"),
     "character": ("{{ '%c' % 1114112 }}", "OverflowError"),
-    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", f"{INVALID}it is nested too deeply, or calls itself"),
+    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", f"{INVALID}it calls itself without end"),
     "recursive loop": ("{% for m in messages recursive %}{{ loop([m]) }}{% endfor %}", "calls itself without end"),
-    "loops": (LOOPS, f"{LIMIT}it takes more than 2 s of processor time"),
-    "lipsum": ("{{ lipsum(n=99999) }}", f"{LIMIT}it takes more than 2 s of processor time"),
-    "power": ("{{ (9 ** (9 ** 9)) % 7 }}", "it takes more than 2 s of processor time"),
-    "constant": ("{{ 'a' * 10**10 }}", f"{LIMIT}it takes more than 1024 MiB of memory"),
-    "product": ("{{ 'a' * (10**10 * messages|length) }}", f"{LIMIT}it takes more than 1024 MiB of memory"),
-    "centre": ("{{ 'a'.center(10**10) }}", "it takes more than 1024 MiB of memory"),
-    "format": ("{{ '%9999999999d' % 1 }}", "it takes more than 1024 MiB of memory"),
-    "doubling": (DOUBLING, f"{LIMIT}it takes more than "),  # memory, or time where memory is slow to be had
-    "long text": ("{{ 'a' * 2**25 }}", f"{LIMIT}its text has 33,554,432 characters, the limit is 16,777,216"),
+    "long text": ("{{ 'a' * 2**25 }}", "chat template gives a text of more than 16,777,216 characters"),
+    "endless text": ("{% for a in range(9**5) %}{{ 'a' * 2**20 }}{% endfor %}", "more than 16,777,216 characters"),
     "braces": ("{" * 10**5, "it is nested too deeply"),
     "nested blocks": ("{% if 1 %}" * 5000, "it is nested too deeply"),
     "signs": ("{{ " + "-" * 10**5 + "1 }}", "it is nested too deeply"),

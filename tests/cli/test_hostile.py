@@ -84,8 +84,8 @@ def test_files_that_are_links_are_read(checkpoint, tmp_path, command):
     assert (status, out) == (0, "Mira keeps a red lamp in the cellar.\n"), err
 
 
-SAMPLE = ["config is a pipe", "weights are NaN", "loops"]
-SLOW = ["config is nested", "layers", "index leads up", "weights of 2 TiB", "constant"]
+SAMPLE = ["config is a pipe", "weights are NaN", "long text"]
+SLOW = ["config is nested", "layers", "index leads up", "weights of 2 TiB", "macro"]
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

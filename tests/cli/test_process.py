@@ -243,7 +243,7 @@ def test_ctrl_c_at_the_end_is_status_130_or_the_status_of_the_command():
 
 
 def test_ctrl_c_at_a_terminal_clears_the_line_and_shows_the_cursor(tmp_path):
-    """A chat template is being rendered, in a process of its own that the terminal does not signal."""
+    """A chat template is being rendered."""
     folder = shutil.copytree(BUNDLED, tmp_path / "checkpoint")
     hostile.edit("tokenizer_config.json", chat_template=hostile.LOOPS)(folder)
     pid, terminal = pty.fork()

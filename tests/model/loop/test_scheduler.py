@@ -179,7 +179,7 @@ def test_a_prompt_goes_on_when_the_one_it_waits_for_ends(end: str, checkpoint: C
     elif end == "fail":
         leader.fail("on purpose")
     else:
-        engine.scheduler.preempt(engine.scheduler.running[0], 1)
+        engine.scheduler.preempt(engine.scheduler.running[0])
     engine.run()
     assert all(len(request.completions[0].token_ids) == 12 for request in others)
     assert idle(engine)
