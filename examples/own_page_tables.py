@@ -12,7 +12,7 @@ from pagedkv.core import FramePool
 from pagedkv.errors import OutOfFrames
 
 BLOCK = 4
-pool = FramePool(num_frames=8, key_bytes=32, events=64)
+pool = FramePool(num_frames=8, key_bytes=32)
 tables: dict[str, list[int]] = {}  # the engine's page tables: frames of each sequence
 computed: list[int] = []  # frames whose pages the model computed
 
@@ -54,7 +54,7 @@ finish("first")
 start("third", list(range(20)))  # finds three pages of the first one: two referenced, one cached
 finish("second")
 finish("third")
-print(pool, "evicts next", pool.victims(3).tolist(), "after", len(pool.events(0)), "events")
+print(pool, "evicts next", pool.victims(3).tolist())
 pool.check()  # proves all invariants; for tests and debugging
 assert len(computed) == 4 + 1 + 2
 assert "torch" not in sys.modules

@@ -235,8 +235,7 @@ class PagedKVCache(Unique):
 
         The pages are found by `open` when `Fetch.done`: all up to the first that could not be loaded and verified.
         Their frames are taken now, and cached pages may be evicted for them.
-        timeout: seconds after which the fetch ends with what it has; None for 30, and for RemotePrefill: for as long as
-            pages come.
+        timeout: seconds after which the fetch ends with what it has; None for 30.
         hold: keep the pages from eviction until `Fetch.cancel`. A plan that lacks frames takes them after cached ones.
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """

@@ -15,12 +15,12 @@ from rich.progress import track
 from rich.table import Table
 
 from pagedkv.core.policies import POLICIES
-from pagedkv.core.replay import BELADY, BLOCK_TOKENS, ESTIMATE, read_trace, replay, unbounded
+from pagedkv.core.replay import BELADY, BLOCK_TOKENS, read_trace, replay, unbounded
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import parse_bytes
 
-_STYLES: Final = {BELADY: "--", ESTIMATE: ":"}
-EVERY: Final = (*POLICIES, BELADY, ESTIMATE)
+_STYLES: Final = {BELADY: "--"}
+EVERY: Final = (*POLICIES, BELADY)
 """The policies that `--policy all` stands for."""
 
 

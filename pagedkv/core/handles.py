@@ -37,9 +37,6 @@ class Manager(Protocol):
     def truncate(self, space: AddressSpace, length: int) -> None:
         """Drop the tokens from `length` on."""
 
-    def punch(self, space: AddressSpace, first: int, last: int) -> None:
-        """Unmap the pages `first` .. `last` - 1."""
-
     def release(self, space: AddressSpace) -> None:
         """Give back all frames."""
 
@@ -91,7 +88,7 @@ class AddressSpace:
 
     @property
     def token_ids(self) -> I32:
-        """int32 [len]: the committed tokens, as recorded beside the frames; -1 where a page was punched. A copy."""
+        """int32 [len]: the committed tokens, as recorded beside the frames; -1 in pages behind a window. A copy."""
         return self.manager.tokens_of(self)
 
     def fork(self) -> AddressSpace:
@@ -107,14 +104,6 @@ class AddressSpace:
         Raises: InvalidRequest unless 0 <= length <= len; PlanConflict while a plan of this space is outstanding
         """
         self.manager.truncate(self, length)
-
-    def punch(self, first: int, last: int) -> None:
-        """Unmap the pages `first` .. `last` - 1, leaving holes that are never read (sliding windows).
-
-        Raises: InvalidRequest unless these pages are full and committed;
-                PlanConflict while a plan of this space is outstanding
-        """
-        self.manager.punch(self, first, last)
 
     @property
     def is_stale(self) -> bool:
@@ -298,9 +287,8 @@ class Pin:
     """The handle of pinned frames, made by `MemoryManager.pin` and given back to `unpin`.
 
     A row of the page table maps the frames, so none of them is evicted, moved or written (I7). `owner` and `deadline`
-    come from the caller and serve `overdue`: a transfer that never ends is found by its name, before the pool is full.
-    The manager keeps a pin that has a deadline. Any other pin that is dropped before unpin() keeps its frames pinned: a
-    ResourceWarning says so, and `MemoryManager.recover` unpins them.
+    are the caller's: a transfer that does not end is found by them. A pin that is dropped before unpin() keeps its
+    frames pinned: a ResourceWarning says so, and `MemoryManager.recover` unpins them.
     """
 
     asid: int

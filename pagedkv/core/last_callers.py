@@ -14,8 +14,7 @@ from typing import Final
 from pagedkv.core.handles import AddressSpace, Plan
 from pagedkv.core.state import HOLE, I32, UNUSED, State
 
-_CORE: Final = str(Path(__file__).parent)
-_DEPTH: Final = 4
+_INSIDE: Final = tuple(str(Path(__file__).parents[1] / folder) for folder in ("core", "cache"))
 _OPENING: Final = ("open", "open_batch", "fork")
 _CLOSING: Final = ("release", "retire")
 
@@ -38,7 +37,7 @@ class LastCallers:
             self._note(s, verb, _rows_in((result, *args) if verb not in _OPENING else (result,)))
 
     def _note(self, s: State, verb: str, asids: Iterable[int]) -> None:
-        site = _call_site()
+        site = call_site(4)
         for asid in asids:
             if verb in _OPENING:  # keep the closing calls: the error about a stale handle quotes them
                 history = self._spaces.get(asid, {})
@@ -84,12 +83,12 @@ def _rows_in(args: Iterable[object]) -> list[int]:
     return list(dict.fromkeys([*rows, *(space.asid for space in _spaces_in(args))]))
 
 
-def _call_site() -> str:
-    """Return the innermost lines of the Python stack that are not in core, innermost first."""
+def call_site(depth: int) -> str:
+    """Return the innermost `depth` lines of the Python stack that are outside of core and cache, innermost first."""
     frame, lines = sys._getframe(1), list[str]()
-    while frame is not None and len(lines) < _DEPTH:
+    while frame is not None and len(lines) < depth:
         code = frame.f_code
-        if not code.co_filename.startswith(_CORE):
+        if not code.co_filename.startswith(_INSIDE):
             lines.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines)

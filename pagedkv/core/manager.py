@@ -24,11 +24,10 @@ from pagedkv.core.arguments import (
 from pagedkv.core.check.laws import Expected, check_state
 from pagedkv.core.handles import AddressSpace, Plan, Step
 from pagedkv.core.observation import Observe
-from pagedkv.core.observe.reuse_distance import record_release
 from pagedkv.core.observe.stats import Stats, gather, mean_run
 from pagedkv.core.pins import PinMixin
+from pagedkv.core.policies import Policy, advised, chosen, install
 from pagedkv.core.pool import epochs
-from pagedkv.core.pool.policies import Policy, advised, chosen, install
 from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.recovery import Assignment, assign_together
 from pagedkv.core.spaces.awaited import OpenPrompts
@@ -40,7 +39,7 @@ from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_rows, group_tuple
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.step_errors import refuse_ids, refuse_plan, refuse_settling
-from pagedkv.core.tenants import pool_shares
+from pagedkv.core.tenants import pool_share
 from pagedkv.core.thread_guard import exclusive
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
@@ -54,14 +53,9 @@ Move = Callable[[npt.NDArray[np.int64], I32], Iterable[Assignment]]
 class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
-    policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", "priority", or an object of
+    policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", or an object of
                   pagedkv.core.policies.
     prefix_cache: publish full pages at commit and map them again for equal prefixes.
-    match:        "page": match whole pages. "token": match also the longest common part of the next page, which the
-                  first write copies.
-    append_only:  keep each page of a sequence in its frame, for an engine whose workers were told the page table once.
-                  A page that turns out to be published already is then not exchanged for the published one: the
-                  sequence holds a copy, and publishes nothing from there on.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
     observe:      records that the manager makes of itself, see Observe; none by default.
@@ -77,8 +71,6 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         *,
         policy: str | Policy = "lru",
         prefix_cache: bool = True,
-        match: str = "page",
-        append_only: bool = False,
         watermark: float = 0.0,
         max_pinned: float = 0.5,
         observe: Observe | None = None,
@@ -87,21 +79,18 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
         self.block_size: int = whole(block_size, "block_size", 1, 2**31)
         self.policy: Policy = chosen(policy)
-        self._shares = pool_shares(watermark, max_pinned)
-        if not isinstance(match, str) or match not in ("page", "token"):
-            raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
+        self._watermark = pool_share(watermark, "watermark")
+        self._most_pinned = pool_share(max_pinned, "max_pinned")
         self.groups: tuple[Group, ...] = group_tuple(groups)
         self._begin_observation(observe)
-        prefix_cache, append_only = flag(prefix_cache, "prefix_cache"), flag(append_only, "append_only")
-        by_token, events = match == "token", self._observe.events
-        rows = group_rows(self.groups, by_token=by_token)
+        publishing, events = flag(prefix_cache, "prefix_cache"), self._observe.events
+        rows = group_rows(self.groups)
         try:
             self.state: st.State = st.new_state(
                 self.num_frames,
                 rows,
                 block_size=self.block_size,
-                publishing=prefix_cache + (prefix_cache and append_only),
-                by_token=by_token,
+                publishing=publishing,
                 events=events,
             )
         except (MemoryError, ValueError) as error:
@@ -134,15 +123,6 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         held = int(self.state.spaces["length"][asid])
         if (length := whole(length, "length")) > held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
-        page, offset = divmod(length, self.block_size)
-        if offset and any(
-            its.window is None and self.state.table[asid + group, page] == st.HOLE
-            for group, its in enumerate(self.groups)
-        ):
-            raise InvalidRequest(
-                f"truncate to {length}: page {page} was punched and cannot be written again; "
-                "truncate to its start or end"
-            )
         group = group_lacking_pages(self.state, asid, length) if length < held else -1
         if group >= 0:
             window = self.groups[group].window
@@ -151,19 +131,6 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
                 f"back at length {held}; truncate to 0, open the prompt again, or make the group with a larger keep"
             )
         page_tables.truncate_space(self.state, asid, length)
-
-    @exclusive
-    def punch(self, space: AddressSpace, first: int, last: int) -> None:
-        """See AddressSpace.punch."""
-        asid = self._settled_asid(space, "punch")
-        full = int(self.state.spaces["length"][asid]) // self.block_size
-        first, last = whole(first, "first page"), whole(last, "last page")
-        if not first <= last <= full:
-            raise InvalidRequest(
-                f"punch pages {first} to {last}: the space has {full} full pages; give 0 <= first <= last <= {full}"
-            )
-        if first < last:
-            page_tables.punch_space(self.state, asid, first, last)
 
     @exclusive
     def release(self, space: AddressSpace) -> None:
@@ -282,18 +249,15 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         return epochs.advance(self.state, epoch)
 
     @exclusive
-    def advise(
-        self, space: AddressSpace, advice: str = "WILLNEED", *, retain: tuple[float, float] | None = None
-    ) -> None:
+    def advise(self, space: AddressSpace, advice: str = "WILLNEED") -> None:
         """Set how early the pages of `space` are evicted once they are cached. Forks made later inherit the advice.
 
         "DONTNEED": first of all.    "COLD": second, before all pages without advice.
         "WILLNEED": in the policy's order, and the pages count as used once more.
-        retain=(priority, half_life): see policies.Priority; half_life counts plans.
-        Raises: InvalidRequest for any other advice, or for `retain` if the policy has no retention; StaleHandle
+        Raises: InvalidRequest for any other advice; StaleHandle
         """
         asid = self._asid(space)
-        offset = advised(self.policy, advice, retain)
+        offset = advised(advice)
         if advice == "WILLNEED":
             page_tables.count_use(self.state, asid)
         self.state.spaces["advice"][asid] = offset
@@ -359,7 +323,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
 
     def stats(self) -> Stats:
         """Return the counters and the waste in mapped frames. O(open spaces), or O(frames) if a tenant has a quota."""
-        return gather(self.state, self._missed_other_root, self.usages())
+        return gather(self.state, self.usages())
 
     def mean_run(self) -> float:
         """Return pages / runs over all open spaces: the mean length of a run of neighbouring frames. O(pages)."""
@@ -473,9 +437,6 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
 
     def _release(self, asids: list[int], epochs: tuple[int, int] | None = None) -> None:
         """Close spaces. epochs: open the first one, whose predecessors after the second one have not passed."""
-        if self._reuse_sampler:
-            for asid in asids:
-                record_release(self.state, self._reuse_sampler.sample, asid)
         if epochs is None:
             page_tables.release_space(self.state, asids[0])
         else:

@@ -1,12 +1,12 @@
-"""Observation: the methods of MemoryManager that report its work: events, snapshots, hit curves, findable pages.
+"""Observation: the methods of MemoryManager that report its work: events, their snapshots, findable pages.
 
 Recording is off by default. It changes no decision of the manager: which pages are kept does not depend on it. This
-file knows the log of events, the sample of reuse distances and the index; it must not know any rule.
+file knows the log of events and the index; it must not know any rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,14 +15,11 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.core.arguments import flag, whole
-from pagedkv.core.observe import misses
-from pagedkv.core.observe.reuse_distance import ReuseSampler
+from pagedkv.core.arguments import whole
 from pagedkv.core.prefix.events import Changes, Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
-from pagedkv.core.prefix.index import matches_tokens
-from pagedkv.core.prefix.roots import Root, Roots, Salts
-from pagedkv.core.state import FREE, I32, LOGGED, PUBLISHING, State
+from pagedkv.core.prefix.roots import Roots, Salts
+from pagedkv.core.state import FREE, LOGGED, PUBLISHING, State
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
@@ -32,21 +29,13 @@ from pagedkv.errors import InvalidRequest
 class Observe:
     """The records that a MemoryManager keeps about itself.
 
-    events:      number of the last events kept for `events(since)`, 16 + 4 x block_size bytes each; 0 for none.
-    reuse:       number of pages sampled for `hit_curve()`, 40 to 44 bytes each; 8192 is a good number; 0 for none.
-    other_roots: whether `stats().missed_other_root` is counted. If a prompt is not wholly found, `open` then looks the
-                 prompt up for every other tenant, O(pages x tenants). The time that `open` takes tells a tenant which
-                 prompts others have, so leave it off where tenants do not trust one another.
+    events: number of the last events kept for `events(since)`, 16 + 4 x block_size bytes each; 0 for none.
     """
 
     events: int = 0
-    reuse: int = 0
-    other_roots: bool = False
 
     def __post_init__(self) -> None:
-        flag(self.other_roots, "Observe.other_roots")
-        for name in ("events", "reuse"):
-            object.__setattr__(self, name, whole(getattr(self, name), f"Observe.{name}", 0, 2**31))
+        object.__setattr__(self, "events", whole(self.events, "Observe.events", 0, 2**31))
 
 
 class FrameViews(NamedTuple):
@@ -81,27 +70,13 @@ class ObservationMixin(ThreadGuard):
         if not isinstance(observe, Observe | None):
             raise InvalidRequest(f"observe is {observe!r}; give an Observe, for example Observe(events=65536)")
         self._observe = observe or Observe()
-        self._is_observed = self._observe != Observe()
         self._log = EventLog()
-        self._reuse_sampler: ReuseSampler | None = None
-        if pages := self._observe.reuse:
-            self._reuse_sampler = ReuseSampler(pages, -(-self.num_frames // len(self.groups)))
-        self._missed_other_root = 0
         self._restoring: ref[_Restoring] | None = None
 
-    def _record_open(self, prompt: tuple[bytes, Salts], root: Root, ids: I32, asid: int) -> None:
-        """Record that space `asid` was opened for the prompt `ids`. prompt: its tenant and its salts."""
-        if self._observe.events:
-            for each in self._roots.chain(*prompt, self.state.tokens.shape[1]):
-                self._log.root_taken(self.state, each.number, (prompt[0], each.own))
-        restoring = self._is_restoring()
-        if self._reuse_sampler:
-            self._reuse_sampler.record_prompt(self.state, root, ids, counted=not restoring)
-        if not self._observe.other_roots or restoring:
-            return
-        if misses.explain(self.state, self._roots, prompt, ids).reason == misses.OTHER_ROOT:
-            unit = 1 if matches_tokens(self.state) else self.state.tokens.shape[1]
-            self._missed_other_root += (len(ids) - 1) // unit * unit - int(self.state.spaces["length"][asid])
+    def _name_roots(self, tenant: bytes, salts: Salts) -> None:
+        """Let the log name the roots of a prompt that was opened now."""
+        for each in self._roots.chain(tenant, salts, self.state.tokens.shape[1]):
+            self._log.root_taken(self.state, each.number, (tenant, each.own))
 
     @property
     def prefix_cache(self) -> bool:
@@ -152,13 +127,13 @@ class ObservationMixin(ThreadGuard):
         """Return the events after number `since` (0: from the beginning): pages that became findable or ceased to be.
 
         O(events), and one sha256 for each stored block.
-        Raises: EventsLost if some of them have left the ring: begin again from `snapshot()`;
+        Raises: EventsLost if some of them have left the ring: begin again from `events_snapshot()`;
                 InvalidRequest if the manager keeps no events
         """
         return self._required_log().events(self.state, whole(since, "since"))
 
     @exclusive
-    def snapshot(self) -> Snapshot:
+    def events_snapshot(self) -> Snapshot:
         """Return every page that can be found, and the number of the last event. O(published frames).
 
         Raises: InvalidRequest if the manager keeps no events
@@ -190,31 +165,3 @@ class ObservationMixin(ThreadGuard):
                 "this manager keeps no events; make it with observe=Observe(events=N), where N is the number to keep"
             )
         return self._log
-
-    def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
-        """dict {pool size in frames: hit rate}: an estimate for LRU pools of these sizes. O(sample).
-
-        The hit rate is the share, of the whole pages that prompts asked for so far, which such a pool would have
-        matched.
-        sizes: by default an eighth of this pool up to four times this pool, but no more than the sample reaches.
-        With layer groups a page counts as one frame in each group, windowed or not: a page behind a window stays
-        cached.
-        Raises: InvalidRequest if the manager samples no pages, or for a size that the sample does not reach
-        """
-        if self._reuse_sampler is None:
-            raise InvalidRequest(
-                "this manager samples no pages; make it with observe=Observe(reuse=N), "
-                "where N is the number of pages to sample, for example 8192"
-            )
-        reach = self._reuse_sampler.reach * len(self.groups)
-        if sizes is None:
-            pool = min(self.num_frames, reach // 4)
-            sizes = [max(1, pool * eighths // 8) for eighths in (1, 2, 4, 8, 16, 32)]
-        try:
-            frames = [whole(size, "size", 1) for size in sizes]
-        except TypeError:
-            raise InvalidRequest(f"hit_curve({sizes!r}); give a list of sizes, in frames") from None
-        if max(frames, default=1) > reach:
-            raise InvalidRequest(f"hit_curve({frames}): give sizes of 1 to {reach} frames, or sample more pages")
-        counts = self._reuse_sampler.counts()
-        return {size: self._reuse_sampler.hit_rate(size // len(self.groups), counts) for size in frames}

@@ -25,7 +25,7 @@ class PinMixin(RecoveryMixin):
     """The methods of MemoryManager that make pins and give them back."""
 
     block_size: int
-    _shares: tuple[float, float]
+    _most_pinned: float
 
     if TYPE_CHECKING:
 
@@ -35,7 +35,7 @@ class PinMixin(RecoveryMixin):
     @property
     def max_pinned(self) -> int:
         """int, frames: how many pins may hold."""
-        return int(self._shares[1] * self.num_frames)
+        return int(self._most_pinned * self.num_frames)
 
     @exclusive
     def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
@@ -74,7 +74,7 @@ class PinMixin(RecoveryMixin):
             else page_tables.pin_frames(self.state, closure)
         )
         pin = Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline)
-        self._pins[row] = self._watch(pin) if deadline is None else pin  # overdue() names the one with a deadline
+        self._pins[row] = self._watch(pin)
         return pin
 
     @exclusive

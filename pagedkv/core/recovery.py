@@ -18,21 +18,19 @@ reference to a list: a finaliser in Python would swallow an interrupt. The next 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable
 from itertools import starmap
-from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import numpy as np
 
 from pagedkv import debug
 from pagedkv.core import state as st
-from pagedkv.core.arguments import real
 from pagedkv.core.handles import AddressSpace, Manager, Pin, Plan, Step
+from pagedkv.core.last_callers import call_site
 from pagedkv.core.observation import ObservationMixin
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.thread_guard import exclusive
@@ -70,7 +68,7 @@ class RecoveryMixin(ObservationMixin, Manager):
             deque()
         )  # the references to handles that were collected before they were given back
         self._sites: dict[int, str] = {}  # by the id of the reference to a handle, where it was opened
-        self._pins: dict[int, Pin | ref[Pin]] = {}  # the pin of each row that holds pinned frames
+        self._pins: dict[int, ref[Pin]] = {}  # the pin of each row that holds pinned frames
         self._names_openers = debug.level() >= 1
 
     def _opened(self, asid: int, generation: int) -> AddressSpace:
@@ -94,7 +92,7 @@ class RecoveryMixin(ObservationMixin, Manager):
         if self._names_openers:
             if len(self._sites) > 64 + 2 * (len(self._handles) + len(self._plans) + len(self._pins)):
                 self._forget_sites()
-            self._sites[id(watch)] = self._call_site()
+            self._sites[id(watch)] = call_site(1)
         return watch
 
     def _forget_sites(self) -> None:
@@ -133,13 +131,6 @@ class RecoveryMixin(ObservationMixin, Manager):
             if pin is watch and status[row] == st.HELD:
                 return f"a pin by row {row} was dropped before unpin()"
         return ""
-
-    def _call_site(self) -> str:
-        """Return the innermost line of the stack that is outside of core and cache; "" unless debugging asks for it."""
-        frame = sys._getframe(1) if self._names_openers else None
-        while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-            frame = frame.f_back
-        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
     @exclusive
     def detach(self, space: AddressSpace) -> None:
@@ -214,22 +205,12 @@ class RecoveryMixin(ObservationMixin, Manager):
         is_current = self._pin_of(pin.asid) is pin and self.state.spaces["status"][pin.asid] == st.HELD
         return bool(is_current and self.state.spaces["generation"][pin.asid] == pin.generation)
 
-    def overdue(self, now: float) -> list[Pin]:
-        """Return the pins whose deadline, on the caller's clock, is before `now`. None is unpinned by this call."""
-        now = real(now, "now")
-        held = [pin for pin in self._pins.values() if isinstance(pin, Pin) and self.holds(pin)]
-        return [pin for pin in held if pin.deadline is not None and pin.deadline < now]
-
     def _pin_of(self, row: int) -> Pin | None:
         """Return the pin whose frames a row holds; None if the pin was collected."""
-        pin = self._pins.get(row)
-        return pin() if isinstance(pin, ref) else pin
+        return pin() if (pin := self._pins.get(row)) else None
 
     def _is_open(self, asid: int, generation: int) -> bool:
         spaces = self.state.spaces
         return (
             0 <= asid < len(spaces) and spaces["status"][asid] == st.OPEN and spaces["generation"][asid] == generation
         )
-
-
-_INSIDE: Final = tuple(str(Path(__file__).parents[1] / folder) for folder in ("core", "cache"))

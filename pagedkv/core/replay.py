@@ -30,7 +30,7 @@ from pagedkv.core.arguments import whole
 from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
-from pagedkv.core.pool.policies import POLICIES, Cost, Policy, chosen
+from pagedkv.core.policies import POLICIES, Cost, Policy, chosen
 from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
@@ -40,10 +40,6 @@ BLOCK_TOKENS: Final = 512
 
 BELADY: Final = "belady"
 """Name of the optimum."""
-ESTIMATE: Final = "estimate"
-"""Name of the estimate for LRU that `hit_curve` gives in a pool of a quarter of the size."""
-SAMPLED_PAGES: Final = 8192
-"""Pages that the estimate samples."""
 
 MOST_CHARACTERS: Final = 2**24
 """Characters of a line of a trace. A device such as /dev/zero has no end of line."""
@@ -115,17 +111,17 @@ def replay(
 
     num_frames: the pool sizes; None means unbounded.
     tier: the pages that a tier below the pool holds, in order of their last use; 0 for no tier.
-    policies: names or objects; "belady" is the optimum, "estimate" the LRU estimate of `hit_curve`.
+    policies: names or objects; "belady" is the optimum.
     Raises: InvalidRequest for an unknown policy, a size below 1 or a file that is no trace
     """
-    chosen_policies = [policy if policy in (BELADY, ESTIMATE) else _for_blocks(policy) for policy in policies]
+    chosen_policies = [policy if policy == BELADY else _for_blocks(policy) for policy in policies]
     requests = read_trace(trace) if isinstance(trace, (str, Path)) else trace
     all_blocks = unbounded(requests)
     sizes = [all_blocks if size is None else size for size in num_frames]
     if min(sizes, default=1) < 1:
         raise InvalidRequest(f"a pool of {min(sizes)} frames; give at least 1")
-    if tier and (BELADY in chosen_policies or ESTIMATE in chosen_policies):
-        raise InvalidRequest(f"{BELADY} and {ESTIMATE} know no tier; name policies that run, such as lru")
+    if tier and BELADY in chosen_policies:
+        raise InvalidRequest(f"{BELADY} knows no tier; name policies that run, such as lru")
     pools = [(min(size, all_blocks), whole(tier, "tier")) for size in sizes]
     return [
         asdict(_run(policy, size, requests, pool))
@@ -137,41 +133,14 @@ def replay(
 def _for_blocks(policy: str | Policy) -> Policy:
     """Return the policy with its scale in blocks instead of tokens: a page is one block here."""
     if isinstance(policy, str) and policy not in POLICIES:
-        raise InvalidRequest(f"policy is {policy!r}; give one of {', '.join([*POLICIES, BELADY, ESTIMATE])}")
+        raise InvalidRequest(f"policy is {policy!r}; give one of {', '.join([*POLICIES, BELADY])}")
     found = chosen(policy)
     return Cost(max(1, found.scale // BLOCK_TOKENS)) if isinstance(found, Cost) else found
-
-
-def _estimate(size: int, requests: Sequence[I32], frames: int) -> Replayed:
-    """Estimate LRU in a pool of `frames` by the `hit_curve` of a smaller pool, whose own hits do not matter."""
-    longest = max(len(ids) for ids in requests)
-    mm = MemoryManager(max(1, -(-frames // 4), longest), 1, observe=Observe(reuse=SAMPLED_PAGES))
-    late, before = len(requests) // 2, np.zeros(0, np.int64)
-    sampler = mm._reuse_sampler
-    assert sampler is not None
-    for number, ids in enumerate(requests):
-        if number == late:
-            before = sampler.counts()
-        _serve(mm, ids)
-    blocks = sum(map(len, requests))
-    rate = sampler.hit_rate(size, sampler.counts())
-    return Replayed(
-        policy=ESTIMATE,
-        num_frames=size,
-        hit_rate=rate,
-        hit_rate_last_half=sampler.hit_rate(size, sampler.counts() - before),
-        requests=len(requests),
-        blocks=blocks,
-        matched=round(rate * blocks),
-        evictions=None,
-    )
 
 
 def _run(policy: str | Policy, size: int, requests: Sequence[I32], pool: tuple[int, int]) -> Replayed:
     """Run one policy. pool: the frames of the pool, and of the tier below."""
     evictions, (frames, below), loaded = None, pool, 0
-    if policy == ESTIMATE:
-        return _estimate(size, requests, frames)
     if isinstance(policy, str):
         name, hits = policy, list(_optimal(frames, requests))
     else:

@@ -39,7 +39,7 @@ CLOSING: Final = 2  # released while a plan is outstanding: the frames go back w
 HELD: Final = 3  # maps the frames of a pin; no space
 FOLLOWING: Final = 4  # the row of layer group 1 or later; the row of group 0 has the status of the space
 
-HOLE: Final = -1  # a punched page
+HOLE: Final = -1  # a page behind a window
 
 NIL: Final = -1  # no frame
 
@@ -66,7 +66,7 @@ AMONG_FENCED: Final = 1 + FENCED
     NUM_UNUSED_ASIDS,  # height of the stack of unused asids
     TICK,  # number of the last plan: the manager's clock; also the test whether a plan names a space twice
     KEY,  # key of the hash, drawn per process
-    PUBLISHING,  # 1 if full pages are published, 2 if the tables are append-only besides
+    PUBLISHING,  # 1 if full pages are published
     MATCHED,  # tokens that open() found
     ASKED,  # tokens that open() looked for
     EVICTIONS,
@@ -171,10 +171,8 @@ SPACE: Final = np.dtype(
         ("seed", np.uint32),  # prefix hash of the empty prefix of the root
         ("num_pages", np.int32),
         ("complete", np.int32),  # leading pages that are published; of an unused row, its pages when it was closed
-        ("first_hole", np.int32),  # the first punched page, or NO_HOLE
-        # leading pages that may be published; ALL_NAMED. The ids of the next page are unknown, or an append-only
-        # table keeps it although an equal page is published
-        ("named", np.int32),
+        ("first_hole", np.int32),  # the first hole, or NO_HOLE
+        ("named", np.int32),  # leading pages that may be published, or ALL_NAMED: the ids of the next page are unknown
         ("outstanding", np.int32),  # plans that are not settled
         ("root", np.int32),
         ("generation", np.uint32),
@@ -188,17 +186,10 @@ SPACE: Final = np.dtype(
 
 # columns of `roots`
 IN_USE: Final = 0  # open spaces of the root, plus published pages: its first pages, or those with its salts
-SUCCESSOR: Final = 1  # the first successor, as in `details`
-CHARGED: Final = 2  # account charged
-SALTED_PAGE: Final = 3  # the page with its salts; -1 for the root of a tenant without salts
-ROOT_BEFORE: Final = 4  # the root of the tenant with the salts of earlier pages; NIL if there is none
-SALT_SEED: Final = 5  # a keyed digest of its salts, which is mixed into the prefix hash of its page
-
-# columns of `details`
-SALT: Final = 0  # of a published frame: 1 + the root whose salts lie in its page (roots.py); 0 for none
-FIRST_SUCCESSOR: Final = 1  # the successor that was published last
-NEXT_SIBLING: Final = 2  # the next page with the same parent
-PREVIOUS_SIBLING: Final = 3
+CHARGED: Final = 1  # account charged
+SALTED_PAGE: Final = 2  # the page with its salts; -1 for the root of a tenant without salts
+ROOT_BEFORE: Final = 3  # the root of the tenant with the salts of earlier pages; NIL if there is none
+SALT_SEED: Final = 4  # a keyed digest of its salts, which is mixed into the prefix hash of its page
 
 NO_HOLE: Final = np.iinfo(np.int32).max
 ALL_NAMED: Final = np.iinfo(np.int32).max
@@ -217,8 +208,8 @@ class State(NamedTuple):
     ghosts: I32  # [G] prefix hashes of evicted pages; a newer one overwrites; G is a power of two, at most F/4
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]; entries behind the pages of a row mean nothing
-    roots: I32  # [R, 6], see below
-    details: I32  # [F, 4] if tokens are matched; else [F, 1], or [0, 1] until a salt is used
+    roots: I32  # [R, 5], see below
+    salts: I32  # [F], of a published frame: 1 + the root whose salts lie in its page, or 0; [0] until a salt is used
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 4 + S] the last events (events.py); [0, 4 + S] if none are kept
     groups: I64  # [layer groups, 5] window (0: sees all), sinks, two columns of scratch (layer_groups.py), keep
@@ -268,7 +259,7 @@ def _leading(first: int, count: int, num_groups: int) -> I32:
 
 
 def _unused_roots(count: int) -> I32:
-    return np.tile(np.array([0, NIL, 0, -1, NIL, 0], np.int32), (count, 1))
+    return np.tile(np.array([0, 0, -1, NIL, 0], np.int32), (count, 1))
 
 
 def _on_lines(rows: int, width: int) -> I32:
@@ -357,9 +348,7 @@ def _free_chunks(num_frames: int, reg: I64) -> Records:
     return chunks
 
 
-def new_state(
-    num_frames: int, groups: I64, *, block_size: int, publishing: int, by_token: bool = False, events: int = 0
-) -> State:
+def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool, events: int = 0) -> State:
     """Return a pool of free frames and an empty page table. O(num_frames); zeros cost time at their first touch."""
     rows, width = 16 * len(groups), 16  # of the page table, which grows
     reg = np.zeros(NUM_REGISTERS, np.int64)
@@ -377,28 +366,21 @@ def new_state(
         spaces=_unused_spaces(0, rows, len(groups)),
         table=_new_table(rows, width),
         roots=_unused_roots(16),
-        details=_new_details(num_frames, by_token=by_token) if by_token else np.zeros((0, 1), np.int32),
+        salts=np.zeros(0, np.int32),
         reg=reg,
         log=np.zeros((events, 4 + block_size), np.int32),
         groups=groups,
     )
 
 
-def _new_details(num_frames: int, *, by_token: bool) -> I32:
-    details = np.full((num_frames, 4 if by_token else 1), NIL, np.int32)
-    details[:, SALT] = 0
-    return details
-
-
 def with_salts(state: State) -> State:
     """Return the state with an array for the salts of each frame."""
-    missing = len(state.details) == 0
-    return state._replace(details=_new_details(len(state.frames), by_token=False)) if missing else state
+    return state if len(state.salts) else state._replace(salts=np.zeros(len(state.frames), np.int32))
 
 
 def page_salts(state: State) -> I32:
-    """Return int32 [F]: the column SALT of `details`, a copy; zeros if no salt was used."""
-    return state.details[:, SALT].copy() if len(state.details) else np.zeros(len(state.frames), np.int32)
+    """Return int32 [F]: `salts`, a copy; zeros if no salt was used."""
+    return state.salts.copy() if len(state.salts) else np.zeros(len(state.frames), np.int32)
 
 
 def with_more_rows(state: State) -> State:

@@ -18,16 +18,13 @@ from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
 
 
-def pool_shares(watermark: object, max_pinned: object) -> tuple[float, float]:
-    """Return both shares of a pool as floats. Raises: InvalidRequest unless they are from 0 to 1."""
-    kept_free, pinned = real(watermark, "watermark"), real(max_pinned, "max_pinned")
-    if not 0.0 <= kept_free < 1.0:
-        raise InvalidRequest(
-            f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1"
-        )
-    if not 0.0 <= pinned <= 1.0:
-        raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
-    return kept_free, pinned
+def pool_share(share: object, what: str) -> float:
+    """Return a share of the pool as a float. Raises: InvalidRequest unless 0 <= share <= 1; a watermark is below 1."""
+    number, is_watermark = real(share, what), what == "watermark"
+    if not 0.0 <= number <= 1.0 or (is_watermark and number == 1.0):
+        use, end = ("to keep free", "less than 1") if is_watermark else ("that pins may hold", "1")
+        raise InvalidRequest(f"{what} is {share}; it is the share of the pool {use}, from 0 to {end}")
+    return number
 
 
 class TenantMixin(ThreadGuard):
@@ -37,7 +34,7 @@ class TenantMixin(ThreadGuard):
     num_frames: int
     _roots: Roots
     _accounts: dict[bytes, int]
-    _shares: tuple[float, float]
+    _watermark: float
 
     @exclusive
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
@@ -102,7 +99,7 @@ class TenantMixin(ThreadGuard):
     @property
     def reserve(self) -> int:
         """int, frames: how many `admits` keeps free (the watermark)."""
-        return int(np.ceil(self._shares[0] * self.num_frames))
+        return int(np.ceil(self._watermark * self.num_frames))
 
     def available_to(self, tenant: bytes = b"") -> int:
         """Return how many frames a plan for spaces of `tenant` alone could take now.

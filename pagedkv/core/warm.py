@@ -35,11 +35,10 @@ from pagedkv.core.tables import page_tables, steps
 def warm_up() -> None:
     """Call every compiled function of a MemoryManager once, on a small pool of its own."""
     warm_up_step()
-    mm = MemoryManager(num_frames=8, block_size=2, observe=Observe(events=1, reuse=1, other_roots=True))
+    mm = MemoryManager(num_frames=8, block_size=2, observe=Observe(events=1))
     space = mm.open([1])
     mm.commit(mm.plan([space], [5]), [1, 2, 3, 4, 5])
     space.truncate(4)
-    space.punch(0, 1)
     mm.unpin(mm.pin(space))
     mm.advise(space)
     mm.retire(1)
@@ -57,15 +56,13 @@ def warm_up() -> None:
 
 def warm_up_frame_pool() -> None:
     """Call every compiled function of a FramePool once, on a small pool of its own."""
-    pool = FramePool(num_frames=8, key_bytes=4, events=1)
+    pool = FramePool(num_frames=8, key_bytes=4)
     frames = pool.take(2)
     held = pool.publish(frames, [b"key1", b"key2"])
     pool.share(pool.find([b"key1"]))
     pool.drop(held)
     pool.drop(pool.take_one())
     pool.drop(pool.take([7]))
-    pool.pin(frames)
-    pool.unpin(frames)
     pool.retire(1)
     pool.advance(1)
     pool.victims(1)
@@ -185,7 +182,7 @@ def _calls(last: str) -> Calls:
 
 def _planning(state: State, rows: I32, counts: I64) -> Calls:
     return [
-        (page_tables.open_space, state, 0, 0, 0, rows, 0, False),
+        (page_tables.open_space, state, 0, 0, rows, 0, False),
         (page_tables.fork_space, state, 0),
         (steps.num_tokens, counts, 0),
         (steps.plan_step, state, rows, counts, counts, rows),

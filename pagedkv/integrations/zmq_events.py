@@ -141,7 +141,7 @@ class EventPublisher:
         """
         self._refuse_closed("publish_all")
         began = time.monotonic()
-        snapshot = self._cache.snapshot() if isinstance(self._cache, MemoryManager) else self._cache.events_snapshot()
+        snapshot = self._cache.events_snapshot()
         self._since, self._owes_snapshot = snapshot.sequence, False
         num_events = self._send(snapshot.as_events())
         while len(self._kept) > 1:  # not cleared before: a reader that asks meanwhile would get nothing

@@ -329,7 +329,6 @@ def test_the_batch_of_one_group_is_the_batch_of_each_layer(cache: PagedKVCache) 
 OF_HANDLES = {
     "fork",
     "truncate",
-    "punch",
     "release",
     "is_stale",
     "length_of",
@@ -359,14 +358,13 @@ def test_an_engine_finds_every_verb_of_the_manager_on_the_cache() -> None:
 
 
 def test_the_verbs_of_the_cache_are_those_of_the_manager() -> None:
-    cache = PagedKVCache(SPEC, num_frames=8, watermark=0.25, policy="priority", observe=Observe(events=64, reuse=64))
-    space = cache.open(range(5), tenant=b"acme", priority=2.0, half_life=10.0)
+    cache = PagedKVCache(SPEC, num_frames=8, watermark=0.25, policy="2q", observe=Observe(events=64))
+    space = cache.open(range(5), tenant=b"acme")
     cache.commit(cache.plan([space], [8]), list(range(8)))
     assert (cache.available, cache.reserve, cache.pending, cache.max_pinned) == (6, 2, 0, 4)
     assert (cache.available_to(b"acme"), cache.free_to(b"acme")) == (6, 6)
     assert [cache.admits(num_frames) for num_frames in (4, 5)] == [True, False]
     pin = cache.pin(space, owner="transfer", deadline=1.0)
-    assert cache.overdue(2.0) == [pin]
     cache.unpin(pin)
     cache.advise(space, "COLD")
     cache.retire(1, [space])
@@ -374,7 +372,6 @@ def test_the_verbs_of_the_cache_are_those_of_the_manager() -> None:
     assert cache.advance(1) == 2
     assert len(cache.events_snapshot().blocks) == len(cache.events(0)) == 2
     assert (cache.evict(1), cache.forget(), cache.mean_run()) == (1, 1, cache.manager.mean_run())
-    assert cache.hit_curve() == cache.manager.hit_curve()
     cache.set_quota(b"umbra", hard=3)
     assert cache.usages() == {b"umbra": cache.usage(b"umbra")}
     cache.own()

@@ -41,7 +41,7 @@ def test_memory_is_counted_in_blocks_of_512_tokens(command, trace):
 def test_the_table_names_every_policy(command, trace):
     status, out, _ = command("replay", trace, "--policy", "all", "--num-frames", 10**12)
     assert status == 0
-    for name in ("lru", "2q", "lfu", "cost", "priority", "belady", "0.400"):
+    for name in ("lru", "2q", "lfu", "cost", "belady", "0.400"):
         assert name in out
 
 

@@ -79,15 +79,8 @@ FAULTS = (
     Fault(
         "a page has the salts of the prompt that it was computed for: they are not compared",
         "prefix/index.py",
-        "            and salt_of(s.details, frame) == salt\n",
+        "            and salt_of(s.salts, frame) == salt\n",
         "",
-        "prefix/test_salts.py",
-    ),
-    Fault(
-        "a part of a page is shared without salts alone: salts are not looked at",
-        "prefix/index.py",
-        " if s.details[frame, SALT] == 0 else 0\n",
-        "\n",
         "prefix/test_salts.py",
     ),
     Fault(
@@ -104,18 +97,11 @@ FAULTS = (
         "        if records[frame].pins == 0:\n            pass\n        elif",
     ),
     Fault(
-        "a prefix outlives its suffix: not touched when a page behind it is left cached",
-        "tables/page_tables.py",
-        "            frames.touch(s, parent)\n",
-        "            pass\n",
-        MACHINE,
-    ),
-    Fault(
         "no suffix is orphaned: pages behind a hole are always kept",
         "tables/page_tables.py",
-        "    return s.frames[frame].floor > 0 and s.frames[frame].published > 0 and index.reaches_root(s, frame)\n",
+        "    return s.frames[frame].published > 0 and index.nearest_evictable(s, frame) != index.PREFIX_GONE\n",
         "    return True\n",
-        IDENTITY,
+        WINDOWED,
     ),
     Fault(
         "windows move on committed tokens: they move on planned ones",
@@ -299,7 +285,7 @@ FAULTS = (
         "pool/frames.py",
         "        reg[NUM_RETIRED] -= 1\n        note_peak(records, reg)\n",
         "        reg[NUM_RETIRED] -= 1\n",
-        MACHINE,
+        POOL_MACHINE,
     ),
     Fault(
         "a match has every page that a window sees: companions are taken for granted",
@@ -436,13 +422,6 @@ FAULTS = (
         WINDOWED,
     ),
     Fault(
-        "a page that is computed without a punched page is not published: as behind a window",
-        "tables/page_tables.py",
-        "    s.spaces[asid].named = min(s.spaces[asid].named, s.spaces[asid].complete)\n",
-        "",
-        WINDOWED,
-    ),
-    Fault(
         "a sequence that ends was used now: its past is as old as it was",
         "tables/page_tables.py",
         "                last = frame\n",
@@ -462,13 +441,6 @@ FAULTS = (
         "if at not in used], np.int32)",
         "if at < 0], np.int32)",
         "spaces/test_reordering.py",
-    ),
-    Fault(
-        "a page of an append-only table keeps its frame: it is exchanged for an equal one",
-        "tables/page_tables.py",
-        "            if existing >= 0 and s.reg[PUBLISHING] == 2:\n",
-        "            if False:\n",
-        "tables/test_append_only.py",
     ),
     Fault(
         "the rest of a plan stays planned if the caller says so: it is rolled back",
@@ -562,13 +534,6 @@ FAULTS = (
         POOL_LAWS,
     ),
     Fault(
-        "an unpin takes back a pin of the caller: it takes the fence of an epoch",
-        "frame_pool/batches.py",
-        "s.frames[frame].pins == (s.frames[frame].place == AMONG_FENCED):",
-        "s.frames[frame].pins == 0:",
-        POOL_LAWS,
-    ),
-    Fault(
         "a quota bounds frames that are taken by number: it does not",
         "frame_pool/batches.py",
         "        if quotas.measure_one(s, account, len(wanted)) >= 0:\n            return OVER_QUOTA, ALL\n",
@@ -590,7 +555,7 @@ FAULTS = (
         POOL_LAWS,
     ),
     Fault(
-        "a priority decays by the calls that take frames: they are not counted",
+        "the clock of a policy ticks with each call that takes frames: it stands still",
         "frame_pool/batches.py",
         "    s.reg[TICK] += 1\n",
         "",

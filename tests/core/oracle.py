@@ -17,7 +17,6 @@ import numpy as np
 from pagedkv.core import AddressSpace, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
 from pagedkv.core.prefix.events import AllBlocksCleared, BlockStored, Event
-from pagedkv.core.prefix.index import matches_tokens
 from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
 
 Salts = tuple[tuple[int, bytes], ...]
@@ -27,12 +26,11 @@ Prefix = tuple[bytes, tuple[int, ...], int, Salts]
 
 @dataclass(eq=False)
 class Believed:
-    """One open space: its tenant, its committed tokens, its punched pages, its salts."""
+    """One open space: its tenant, its committed tokens, its salts."""
 
     space: AddressSpace
     tenant: bytes
     tokens: list[int]
-    holes: set[int] = field(default_factory=set)
     released: bool = False
     unnamed: set[int] = field(default_factory=set)
     """Positions of tokens that were committed without their ids."""
@@ -182,8 +180,8 @@ class Oracle:
         return self.invisible_pages(group, max(0, length - self.mm.groups[group].keep))
 
     def holes(self, believed: Believed, group: int) -> set[int]:
-        """Return the pages that were punched, or given back behind the window."""
-        return believed.holes | (believed.behind[group] if believed.behind else set())
+        """Return the pages that were given back behind the window."""
+        return believed.behind[group] if believed.behind else set()
 
     def believed(self, space: AddressSpace, tenant: bytes, tokens: list[int], salts: Salts = ()) -> Believed:
         """Return the beliefs about a space that has just been opened and maps `tokens`."""
@@ -191,7 +189,7 @@ class Oracle:
         return Believed(space, tenant, tokens, behind=behind, salts=salts)
 
     def record_commit(self, believed: Believed, tokens: list[int], *, named: bool = True) -> None:
-        """Record that `tokens` were committed, so windows move on. A page behind a punched one stays until release."""
+        """Record that `tokens` were committed, so windows move on."""
         before = len(believed.tokens)
         believed.unnamed |= set() if named else set(range(before, before + len(tokens)))
         believed.tokens.extend(tokens)
@@ -307,11 +305,10 @@ class Oracle:
                 else:
                     successors[parent, tuple(self.mm.state.tokens[frame].tolist()), own[frame]] = frame
         at = -2 - self.mm._roots.by_tenant[tenant].number if tenant in self.mm._roots.by_tenant else None
-        found, last, leaders = 0, at, []
+        found, leaders = 0, []
         while at is not None and found + self.size < len(tokens):
             at = successors.get((at, tuple(tokens[found : found + self.size]), salts_in(salts, found, self.size)))
             found += self.size if at is not None else 0
-            last = at if at is not None else last
             leaders += [at] if at is not None else []
         found = min(found, most)
         while any(
@@ -320,17 +317,7 @@ class Oracle:
             for p in set(range(-(-found // self.size))) - self.invisible_pages(g, found)
         ):
             found = (found - 1) // self.size * self.size
-        if not matches_tokens(self.mm.state) or last is None or found == most or salts_in(salts, found, self.size):
-            return found
-        rest = tokens[found:-1][: most - found]
-        pages = [page for parent, page, salted in successors if parent == last and not salted]
-        return found + max(
-            (
-                next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest)))
-                for page in pages
-            ),
-            default=0,
-        )
+        return found
 
 
 def stored(owner: Believed, prefix: tuple[int, ...], group: int) -> Prefix:
@@ -368,7 +355,6 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
         s.ghosts.tobytes(),
         s.roots.tobytes(),
         st.page_salts(s).tobytes(),
-        s.details[:, st.FIRST_SUCCESSOR :].tobytes(),
         s.log.tobytes(),
         reg.tobytes(),
     )
@@ -436,7 +422,7 @@ class Follower:
 
     def begin_again(self) -> int:
         """Take a snapshot."""
-        now = self.mm.snapshot()
+        now = self.mm.events_snapshot()
         pages = [(name, block.group) for block in now.blocks for name in block.block_hashes]
         self.names, self.companions = {name for name, group in pages if not group}, {page for page in pages if page[1]}
         self.since = now.sequence

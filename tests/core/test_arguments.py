@@ -18,7 +18,7 @@ Call = Callable[[MemoryManager, AddressSpace], Any]
 
 
 def manager_and_space() -> tuple[MemoryManager, AddressSpace]:
-    mm = MemoryManager(16, 4, policy="priority", observe=Observe(events=8, reuse=8))
+    mm = MemoryManager(16, 4, observe=Observe(events=8))
     return mm, grown(mm, [1] * 9)
 
 
@@ -40,7 +40,7 @@ WRONG: dict[str, Call] = {
     "groups of one Group": lambda m, a: MemoryManager(8, 4, groups=Group()),  # type: ignore[arg-type]
     "groups of numbers": lambda m, a: MemoryManager(8, 4, groups=[8]),  # type: ignore[list-item]
     "Observe of half an event": lambda m, a: Observe(events=1.5),  # type: ignore[arg-type]
-    "Observe of a bool": lambda m, a: Observe(reuse=True),
+    "Observe of a bool": lambda m, a: Observe(events=True),
     "Group with a bool": lambda m, a: Group(window=True),
     "open for a tenant of text": lambda m, a: m.open(tenant="a"),  # type: ignore[arg-type]
     "open for tenant None": lambda m, a: m.open(tenant=None),  # type: ignore[arg-type]
@@ -48,9 +48,6 @@ WRONG: dict[str, Call] = {
     "open of None": lambda m, a: m.open(None),  # type: ignore[arg-type]
     "open of a generator": lambda m, a: m.open(i for i in range(3)),  # type: ignore[arg-type]
     "open of rows of unequal length": lambda m, a: m.open([[1], [1, 2]]),  # type: ignore[list-item]
-    "open with a priority of text": lambda m, a: m.open(priority="high"),  # type: ignore[arg-type]
-    "open with a half-life of text": lambda m, a: m.open(half_life="long"),  # type: ignore[arg-type]
-    "open with a priority of NaN": lambda m, a: m.open(priority=float("nan")),
     "why for a tenant of text": lambda m, a: m.why([1], tenant="a"),  # type: ignore[arg-type]
     "open with a salt of text": lambda m, a: m.open(salt="cat"),  # type: ignore[arg-type]
     "open with an empty salt": lambda m, a: m.open(salt={3: b""}),
@@ -77,8 +74,6 @@ WRONG: dict[str, Call] = {
     "truncate to half a token": lambda m, a: a.truncate(1.5),  # type: ignore[arg-type]
     "truncate to True": lambda m, a: a.truncate(True),
     "truncate below 0": lambda m, a: a.truncate(-1),
-    "punch of text": lambda m, a: a.punch("0", 1),  # type: ignore[arg-type]
-    "punch backwards": lambda m, a: a.punch(1, 0),
     "pages in half a group": lambda m, a: a.pages_in(0.5),  # type: ignore[arg-type]
     "plan of one space": lambda m, a: m.plan(a, [1]),  # type: ignore[arg-type]
     "plan of a number": lambda m, a: m.plan([a.asid], [1]),  # type: ignore[list-item]
@@ -96,7 +91,6 @@ WRONG: dict[str, Call] = {
     "pin of rows of unequal length": lambda m, a: m.pin([[1], [1, 2]]),  # type: ignore[arg-type]
     "pin until text": lambda m, a: m.pin(a, deadline="noon"),  # type: ignore[arg-type]
     "unpin of a number": lambda m, a: m.unpin(0),  # type: ignore[arg-type]
-    "overdue at text": lambda m, a: m.overdue("noon"),  # type: ignore[arg-type]
     "retire under text": lambda m, a: m.retire("1"),  # type: ignore[arg-type]
     "retire under more than int64": lambda m, a: m.retire(2**63),
     "retire of one space": lambda m, a: m.retire(1, a),  # type: ignore[arg-type]
@@ -105,8 +99,6 @@ WRONG: dict[str, Call] = {
     "advance far below 0": lambda m, a: m.advance(-(2**70)),
     "advice of a list": lambda m, a: m.advise(a, ["COLD"]),  # type: ignore[arg-type]
     "advice on a number": lambda m, a: m.advise(3),  # type: ignore[arg-type]
-    "retain of a number": lambda m, a: m.advise(a, retain=2.0),  # type: ignore[arg-type]
-    "retain of an empty tuple": lambda m, a: m.advise(a, retain=()),  # type: ignore[arg-type]
     "evict half a frame": lambda m, a: m.evict(1.5),  # type: ignore[arg-type]
     "evict True": lambda m, a: m.evict(True),
     "evict -1": lambda m, a: m.evict(-1),
@@ -118,17 +110,10 @@ WRONG: dict[str, Call] = {
     "check at text": lambda m, a: m.check("all"),  # type: ignore[arg-type]
     "events since True": lambda m, a: m.events(True),
     "events since text": lambda m, a: m.events("0"),  # type: ignore[arg-type]
-    "hit_curve of half a frame": lambda m, a: m.hit_curve([0.5]),  # type: ignore[list-item]
-    "hit_curve of no frame": lambda m, a: m.hit_curve([0]),
-    "hit_curve of one size": lambda m, a: m.hit_curve(8),  # type: ignore[arg-type]
     "is_stale of text": lambda m, a: m.is_stale("a"),  # type: ignore[arg-type]
     "is_stale of a space of another manager": lambda m, a: m.is_stale(MemoryManager(8, 4).open()),
     "prefix_cache of text": lambda m, a: MemoryManager(8, 4, prefix_cache="no"),  # type: ignore[arg-type]
-    "append_only of text": lambda m, a: MemoryManager(8, 4, append_only="yes"),  # type: ignore[arg-type]
     "prefix_cache of None": lambda m, a: MemoryManager(8, 4, prefix_cache=None),  # type: ignore[arg-type]
-    "match of an array": lambda m, a: MemoryManager(8, 4, match=np.array([])),  # type: ignore[arg-type]
-    "Observe of other roots, as text": lambda m, a: Observe(other_roots="yes"),  # type: ignore[arg-type]
-    "open with a priority of an array": lambda m, a: m.open(priority=np.array([])),  # type: ignore[arg-type]
     "quota of a tenant of text": lambda m, a: m.set_quota("t"),  # type: ignore[arg-type]
     "quota of True": lambda m, a: m.set_quota(b"t", hard=True),
     "quota of half a frame": lambda m, a: m.set_quota(b"t", soft=1.5),  # type: ignore[arg-type]
@@ -171,13 +156,10 @@ class Two:
     "two", [np.int64(2), np.uint8(2), np.array(2), Two()], ids=["int64", "uint8", "0-d array", "__index__"]
 )
 def test_any_object_that_python_accepts_as_an_int_is_taken(two: Any) -> None:
-    mm = MemoryManager(
-        np.int64(16), two, observe=Observe(events=two, reuse=two), groups=(Group(), Group(window=two, sinks=two))
-    )
+    mm = MemoryManager(np.int64(16), two, observe=Observe(events=two), groups=(Group(), Group(window=two, sinks=two)))
     assert (mm.num_frames, mm.block_size, mm.groups[1]) == (16, 2, Group(window=2, sinks=2))
     mm.set_quota(b"t", hard=two, soft=two, protected=two)
     space = grown(mm, [1] * 7)
-    space.punch(two, two)
     space.truncate(np.int64(7))
     assert len(space.pages_in(np.int64(1))) == 4
     mm.retire(two, [space])
@@ -186,13 +168,6 @@ def test_any_object_that_python_accepts_as_an_int_is_taken(two: Any) -> None:
     assert mm.evict(two) == 2
     assert len(mm.resize(np.int32(8))) >= 0
     mm.check(two)
-    mm.check()
-
-
-def test_the_longest_retention_ends_on_the_last_list() -> None:
-    mm, space = manager_and_space()
-    mm.advise(space, retain=(1e308, 1e308))
-    space.release()
     mm.check()
 
 

@@ -45,7 +45,6 @@ def copied(parent: Believed, child: AddressSpace) -> Believed:
         child,
         parent.tenant,
         list(parent.tokens),
-        set(parent.holes),
         unnamed=set(parent.unnamed),
         behind=[set(behind) for behind in parent.behind],
         salts=parent.salts,
@@ -60,12 +59,8 @@ class Machine(RuleBasedStateMachine):
         num_frames=POOLS,
         prefix_cache=some.sampled_from([True, True, False]),
         policy=some.sampled_from(sorted(POLICIES)),
-        match=some.sampled_from(["page", "token"]),
-        watch=some.sampled_from(
-            [Observe(events=3), Observe(events=50, reuse=16), Observe(events=1000, other_roots=True)]
-        ),
+        events=some.sampled_from([3, 50, 1000]),
         groups=some.sampled_from(GROUPS),
-        append_only=some.sampled_from([False, False, True]),
     )
     def build(
         self,
@@ -73,12 +68,9 @@ class Machine(RuleBasedStateMachine):
         num_frames: int,
         prefix_cache: bool,
         policy: str,
-        match: str,
-        watch: Observe,
+        events: int,
         groups: tuple[Group, ...],
-        append_only: bool,
     ) -> None:
-        match = match if len(groups) == 1 else "page"
         num_frames *= len(groups)
         self.first_size = num_frames
         self.mm = MemoryManager(
@@ -86,16 +78,14 @@ class Machine(RuleBasedStateMachine):
             block_size,
             prefix_cache=prefix_cache,
             policy=policy,
-            match=match,
-            append_only=append_only,
-            observe=watch,
+            observe=Observe(events=events),
             groups=groups,
         )
         self.reader = Follower(self.mm, since=0)
         self.named: dict[tuple[int, int], bytes] = {}
         self.epoch = 2**31 - 4  # epochs are kept modulo 2**31
         self.oracle = Oracle(self.mm)
-        self.prefix_cache, self.append_only = prefix_cache, append_only
+        self.prefix_cache = prefix_cache
         self.dead: list[Believed] = []
 
     def pick(self, data: some.DataObject, *, settled: bool = True) -> Believed:
@@ -117,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         before = everything(self.mm)
         salt = dict(salts)
         missed = self.mm.why(tokens, tenant=tenant, salt=salt)
-        assert missed.tokens_matched == expected // self.mm.block_size * self.mm.block_size
+        assert missed.tokens_matched == expected
         assert self.mm.lookup(tokens, tenant=tenant, salt=salt) == expected
         assert everything(self.mm) == before
         space = self.mm.open(tokens, tenant=tenant, salt=salt)
@@ -241,12 +231,7 @@ class Machine(RuleBasedStateMachine):
         ]
         named = data.draw(some.sampled_from([True, True, True, False]))
         ids = [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]]
-        tables = [self.oracle.table(owner) for owner in step.owners]
         self.mm.commit(step.plan, ids if named else None, kept, keep_planned=keep)
-        for owner, table in zip(step.owners, tables, strict=True):
-            if self.append_only and owner in self.oracle.spaces:
-                now = self.oracle.table(owner)
-                assert all(frame in (-1, before) for frame, before in zip(now, table, strict=False))
         for owner, tokens, count in zip(step.owners, step.tokens, kept, strict=True):
             self.oracle.record_commit(owner, tokens[:count], named=named)
         rest = [tokens[count:] for tokens, count in zip(step.tokens, kept, strict=True)]
@@ -332,34 +317,15 @@ class Machine(RuleBasedStateMachine):
         if self.busy(believed):
             self.refused(PlanConflict, lambda: believed.space.truncate(length))
             return
-        if length % self.mm.block_size and any(
-            length // self.mm.block_size in self.oracle.holes(believed, g) for g in self.oracle.groups
-        ):
-            self.refused(InvalidRequest, lambda: believed.space.truncate(length))  # a hole cannot be written into
-            return
         if length < len(believed.tokens) and self.oracle.lacks_visible_pages(believed, length):
             self.refused(InvalidRequest, lambda: believed.space.truncate(length))
             return
         believed.space.truncate(length)
         del believed.tokens[length:]
         believed.unnamed = {position for position in believed.unnamed if position < length}
-        believed.holes = {page for page in believed.holes if page < -(-length // self.mm.block_size)}
         believed.behind = [
             {page for page in behind if page < -(-length // self.mm.block_size)} for behind in believed.behind
         ]
-
-    @precondition(lambda self: self.oracle.spaces)
-    @rule(data=some.data())
-    def punch(self, data: some.DataObject) -> None:
-        believed = self.pick(data)
-        full = len(believed.tokens) // self.mm.block_size
-        first = data.draw(some.integers(0, full))
-        last = data.draw(some.integers(first, full))
-        if self.busy(believed):
-            self.refused(PlanConflict, lambda: believed.space.punch(first, last))
-            return
-        believed.space.punch(first, last)
-        believed.holes |= set(range(first, last))
 
     @precondition(lambda self: self.oracle.plans)
     @rule(data=some.data())
@@ -378,17 +344,6 @@ class Machine(RuleBasedStateMachine):
             ):
                 self.mm.abort(step.plan, copied=step.has_run)
                 self.oracle.plans.remove(step)
-
-    @precondition(lambda self: self.oracle.spaces)
-    @rule(data=some.data())
-    def slide(self, data: some.DataObject) -> None:
-        """Punch all pages but the last ones, as a sliding window does, and evict everything."""
-        believed = self.pick(data)
-        full = len(believed.tokens) // self.mm.block_size
-        if not self.busy(believed):
-            believed.space.punch(0, max(0, full - 1))
-            believed.holes |= set(range(full - 1))
-            self.mm.evict(100)
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
@@ -509,12 +464,6 @@ class Machine(RuleBasedStateMachine):
         self.oracle.run()
         self.oracle.record_pin(self.mm.pin(np.array([frame])), prefix)
 
-    @rule(now=some.sampled_from([1.0, 1.5, 9.0]))
-    def look_for_overdue_pins(self, now: float) -> None:
-        late = {pinned.pin for pinned in self.oracle.pins if (pinned.pin.deadline or now) < now}
-        assert set(self.mm.overdue(now)) == late
-        assert all(pin.owner == "disk" for pin in late)
-
     @precondition(lambda self: self.oracle.pins)
     @rule(data=some.data())
     def unpin(self, data: some.DataObject) -> None:
@@ -550,17 +499,9 @@ class Machine(RuleBasedStateMachine):
         assert self.mm.advance(passed) == 0
 
     @precondition(lambda self: self.oracle.spaces)
-    @rule(data=some.data(), advice=some.sampled_from(["WILLNEED", "DONTNEED", "COLD", "retain"]))
+    @rule(data=some.data(), advice=some.sampled_from(["WILLNEED", "DONTNEED", "COLD"]))
     def advise(self, data: some.DataObject, advice: str) -> None:
-        space = self.pick(data, settled=False).space
-        if advice != "retain":
-            self.mm.advise(space, advice)
-        elif self.mm.policy.name != "priority":
-            self.refused(InvalidRequest, lambda: self.mm.advise(space, retain=(2.0, 1.0)))
-        else:
-            self.mm.advise(
-                space, retain=data.draw(some.sampled_from([(1.0, 1.0), (2.0, 1.0), (2.0, 8.0), (16.0, 100.0)]))
-            )
+        self.mm.advise(self.pick(data, settled=False).space, advice)
 
     @rule()
     def read_events(self) -> None:

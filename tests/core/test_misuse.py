@@ -109,11 +109,6 @@ MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
         InvalidRequest,
         "truncate to 7: the space holds 6 tokens; give 0 up to that",
     ),
-    "unwritten page punched": (
-        lambda s: s.space.punch(1, 2),
-        InvalidRequest,
-        "has 1 full pages; give 0 <= first <= last <= 1",
-    ),
     "unpublished frame pinned": (
         lambda s: s.mm.pin(np.array([15])),
         InvalidRequest,
@@ -198,7 +193,7 @@ def test_only_the_owner_reads_events_and_any_thread_reads_figures() -> None:
     """Reading events changes the names that the log keeps: two readers at once would name pages wrongly."""
     mm = MemoryManager(8, 4, observe=Observe(events=8))
     mm.own()
-    for read in (lambda: mm.events(0), mm.snapshot):
+    for read in (lambda: mm.events(0), mm.events_snapshot):
         assert isinstance(in_a_thread(read), ConcurrentUse)
     for ask in (mm.stats, mm.check, lambda: mm.admits(1), lambda: mm.why([1] * 9)):
         assert in_a_thread(ask) is None

@@ -49,15 +49,12 @@ class Walk:
 
     def __init__(self, seed: int, world: World = WORLDS["plain"]) -> None:
         self.world, self.random = world, np.random.default_rng(seed)
-        by_token = len(world.groups) == 1 and seed % 2
         self.mm = MemoryManager(
             world.num_frames,
             world.block_size,
             policy=world.policy,
-            match="token" if by_token else "page",
             groups=world.groups,
-            append_only=seed % 5 == 0,
-            observe=Observe(events=16, reuse=32),
+            observe=Observe(events=16),
         )
         self.mm.state.reg[st.KEY] = KEY
         self.epoch, self.refused, self.conflicts = FIRST_EPOCH, 0, 0
@@ -117,11 +114,10 @@ class Walk:
 
     def open(self) -> None:
         if len(self.spaces) < self.world.max_spaces:
-            priority = 1.0 + self.below(3) if self.world.policy == "priority" else 1.0
             prompt, tenant = self.prompt(), TENANTS[self.below(3)]
             salt = SALTS[self.below(len(SALTS))]
             known = self.mm.lookup(prompt, tenant=tenant, salt=salt)
-            self.spaces.append(self.mm.open(prompt, tenant=tenant, salt=salt, priority=priority))
+            self.spaces.append(self.mm.open(prompt, tenant=tenant, salt=salt))
             assert len(self.spaces[-1]) == known
 
     def open_batch(self) -> None:
@@ -214,15 +210,9 @@ class Walk:
                 self.spaces[:3] = beams[3:]
 
     def truncate(self) -> None:
-        """Truncate to any length; refused in a hole, or where a window would see one."""
+        """Truncate to any length; refused where a window would see a page that was given back."""
         space = self.any()
         self.tolerate((PlanConflict, InvalidRequest), lambda: space.truncate(self.below(len(space) + 1)))
-
-    def punch(self) -> None:
-        space = self.any()
-        if full := len(space) // self.mm.block_size:
-            first = self.below(full)
-            self.tolerate(PlanConflict, lambda: space.punch(first, first + 1 + self.below(full - first)))
 
     def release(self) -> None:
         if len(self.spaces) > 3:
@@ -251,11 +241,7 @@ class Walk:
         self.mm.advance(self.epoch - self.below(3))
 
     def advise(self) -> None:
-        advice = ("WILLNEED", "DONTNEED", "COLD")[self.below(3)]
-        if self.world.policy == "priority" and self.below(2):
-            self.mm.advise(self.any(), retain=(1.0 + self.below(8), 1.0 + self.below(100)))
-        else:
-            self.mm.advise(self.any(), advice)
+        self.mm.advise(self.any(), ("WILLNEED", "DONTNEED", "COLD")[self.below(3)])
 
     def evict(self) -> None:
         self.mm.evict(self.below(4))
@@ -275,7 +261,7 @@ class Walk:
             try:
                 self.last_event = max([self.last_event, *(event.sequence for event in self.mm.events(self.last_event))])
             except EventsLost:
-                self.last_event = self.mm.snapshot().sequence
+                self.last_event = self.mm.events_snapshot().sequence
 
     # -- the pool -----------------------------------------------------------------------------------------------------
 
@@ -315,13 +301,13 @@ class Walk:
 
     def digest(self) -> str:
         """Return a hash of every number of the manager."""
-        s, sample = self.mm.state, self.mm._reuse_sampler.sample
+        s = self.mm.state
         content = hashlib.blake2b(digest_size=16)
-        for records in (s.frames, s.spaces, s.chunks, sample.records):
+        for records in (s.frames, s.spaces, s.chunks):
             for name in records.dtype.names:  # by field, as padding is not data
                 content.update(records[name].tobytes())
-        for name, array in (s._asdict() | {f"reuse {name}": array for name, array in sample._asdict().items()}).items():
-            if name not in ("frames", "spaces", "chunks", "table", "reuse records"):
+        for name, array in s._asdict().items():
+            if name not in ("frames", "spaces", "chunks", "table"):
                 content.update(array.tobytes())
         for asid, pages in enumerate(s.spaces["num_pages"]):
             content.update(s.table[asid, :pages].tobytes())
@@ -340,7 +326,7 @@ OFTEN = (
     Walk.settle,
     Walk.release,
 )
-SOMETIMES = (Walk.fork, Walk.reorder, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
+SOMETIMES = (Walk.fork, Walk.reorder, Walk.truncate, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
 RARELY = (
     Walk.open_batch,
     Walk.retire,

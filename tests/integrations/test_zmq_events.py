@@ -128,7 +128,7 @@ def meet(publisher: EventPublisher, reader: Reader) -> None:
 
 
 def known(mm: MemoryManager) -> set[bytes]:
-    return {digest for block in mm.snapshot().blocks for digest in block.block_hashes}
+    return {digest for block in mm.events_snapshot().blocks for digest in block.block_hashes}
 
 
 @pytest.mark.parametrize("kept", [1 << 14, 8])

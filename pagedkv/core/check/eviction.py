@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedkv.core import state as st
 from pagedkv.core.check.requirements import require
-from pagedkv.core.pool.policies import Policy
+from pagedkv.core.policies import Policy
 from pagedkv.core.state import State
 
 _CYCLE = 2**31  # clocks are kept modulo this

@@ -22,7 +22,7 @@ def check_index(s: State, seeds: dict[int, int], *, twins: bool = False) -> None
     """
     num_buckets = len(s.bucket)
     require(num_buckets & (num_buckets - 1) == 0, "I4", f"the index has {num_buckets} buckets, not a power of two")
-    require(s.reg[st.PUBLISHING] in (0, 1, 2), "I4", f"the register PUBLISHING is {s.reg[st.PUBLISHING]}, not 0 to 2")
+    require(s.reg[st.PUBLISHING] in (0, 1), "I4", f"the register PUBLISHING is {s.reg[st.PUBLISHING]}, not 0 or 1")
     found = _check_buckets(s)
     require(s.reg[st.PUBLISHING] or not found, "I4", f"frames {found[:4]} are published, but the prefix cache is off")
     # a page that lost its prefix can match nothing; resize makes all such pages name one parent, so they may be equal
@@ -42,8 +42,6 @@ def check_index(s: State, seeds: dict[int, int], *, twins: bool = False) -> None
         _check_chain(s, asid, seeds)
     for row in (np.flatnonzero(s.spaces["status"][:: len(s.groups)] == st.HELD) * len(s.groups)).tolist():
         _check_pinned_prefixes(s, row)
-    if s.details.shape[1] > st.FIRST_SUCCESSOR:
-        _check_successors(s, found)
 
 
 def _identity(s: State, frame: int, salt: int) -> tuple[int, int, int, bytes]:
@@ -223,7 +221,7 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
             f"frame {frame} of page {page} of space {asid} was not published after {before}, the page before it",
             frame=frame,
         )
-        salt = int(s.details[frame, st.SALT]) if len(s.details) else 0
+        salt = int(s.salts[frame]) if len(s.salts) else 0
         require(
             salt == 1 + salts.get(page, -1),
             "I4",
@@ -257,41 +255,4 @@ def _check_pinned_prefixes(s: State, row: int) -> None:
             "I9",
             f"frame {frame} is pinned by row {row}, but the page before it, {parent}, is not",
             frame=frame,
-        )
-
-
-def _check_successors(s: State, published: list[int]) -> None:
-    """Check that a page with a published prefix is once among the successors of its parent, linked both ways."""
-    following: dict[int, list[int]] = {}
-    heads = [(frame, int(s.details[frame, st.FIRST_SUCCESSOR])) for frame in published] + [
-        (-2 - root, int(first)) for root, first in enumerate(s.roots[:, st.SUCCESSOR])
-    ]
-    for parent, frame in heads:
-        before = st.NIL
-        while frame >= 0 and len(following.setdefault(parent, [])) <= len(published):
-            require(
-                frame < len(s.details),
-                "I4",
-                f"the successors of {parent} include frame {frame}, but the pool has {len(s.details)} frames",
-            )
-            require(
-                s.details[frame, st.PREVIOUS_SIBLING] == before,
-                "I4",
-                f"frame {frame}, a successor of {parent}, does not link back to {before}",
-                frame=frame,
-            )
-            following[parent].append(frame)
-            before, frame = frame, int(s.details[frame, st.NEXT_SIBLING])
-        require(frame == st.NIL, "I4", f"the list of successors of {parent} does not end", frame=max(frame, 0))
-    expected: dict[int, list[int]] = {}
-    for frame in published:
-        if _has_prefix(s, frame):
-            expected.setdefault(int(s.frames["parent"][frame]), []).append(frame)
-    for parent in {**following, **expected}:
-        listed, wanted = sorted(following.get(parent, [])), sorted(expected.get(parent, []))
-        require(
-            listed == wanted,
-            "I4",
-            f"the list of successors of {parent} holds frames {listed[:4]} instead of {wanted[:4]}",
-            frame=max(parent, 0),
         )

@@ -19,7 +19,7 @@ from pagedkv.core.check.eviction import check_pins, check_policy
 from pagedkv.core.check.index import check_index
 from pagedkv.core.check.requirements import forbid, require
 from pagedkv.core.handles import Step
-from pagedkv.core.pool.policies import Policy
+from pagedkv.core.policies import Policy
 from pagedkv.core.state import I64, State
 from pagedkv.core.tables.layer_groups import Group
 

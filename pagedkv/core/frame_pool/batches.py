@@ -19,7 +19,6 @@ from pagedkv.core.frame_pool.packed import Packed, unpacked, words_of
 from pagedkv.core.pool import frames, free_runs, quotas
 from pagedkv.core.prefix import index
 from pagedkv.core.state import (
-    AMONG_FENCED,
     CACHED,
     FREE,
     I32,
@@ -29,7 +28,6 @@ from pagedkv.core.state import (
     NUM_EVICTABLE,
     NUM_FREE,
     NUM_REGISTERS,
-    PINNED,
     TICK,
     U8,
     State,
@@ -42,7 +40,7 @@ ALL: Final = -1
 MOST_FRAMES: Final = 2**31
 
 MOST_REFERENCES: Final = 2**16 - 1
-"""The most references or pins of a frame, which are counted in 16 bits; a fence takes one more pin."""
+"""The most references of a frame, which are counted in 16 bits."""
 
 KEEP_NAMED: Final = 1
 KEEP_ALL: Final = 2
@@ -306,51 +304,6 @@ def unpublish(packed: Packed, some: I32) -> int:
             index.remove(s, frame)
         if s.frames[frame].status == CACHED:
             frames.free_cached(s, frame)
-    return ALL
-
-
-@inlined
-def _add_pins(s: State, some: I32, change: int) -> None:
-    for frame in some:
-        s.frames[frame].pins = int(s.frames[frame].pins) + change
-
-
-@compiled
-def pin(packed: Packed, pinned: I32) -> int:
-    """Add a pin to each frame, which is mapped or cached. Return ALL or the index of a refusal."""
-    s = unpacked(packed)
-    for i in range(len(pinned)):
-        frame = np.int64(pinned[i])
-        if (
-            frame < 0
-            or frame >= len(s.frames)
-            or (s.frames[frame].status != MAPPED and s.frames[frame].status != CACHED)
-            or s.frames[frame].pins >= MOST_REFERENCES - 1
-        ):
-            _add_pins(s, pinned[:i], -1)
-            return i
-        s.frames[frame].pins += 1
-    _add_pins(s, pinned, -1)
-    for i in range(len(pinned)):
-        frames.pin(s, np.int64(pinned[i]))
-    s.reg[PINNED] += len(pinned)
-    return ALL
-
-
-@compiled
-def unpin(packed: Packed, pinned: I32) -> int:
-    """Remove a pin from each frame. Return ALL or the index of a frame that `pin` has not pinned so often."""
-    s = unpacked(packed)
-    for i in range(len(pinned)):
-        frame = np.int64(pinned[i])
-        if frame < 0 or frame >= len(s.frames) or s.frames[frame].pins == (s.frames[frame].place == AMONG_FENCED):
-            _add_pins(s, pinned[:i], 1)
-            return i
-        s.frames[frame].pins -= 1
-    _add_pins(s, pinned, 1)
-    for i in range(len(pinned)):
-        frames.unpin(s, np.int64(pinned[i]))
-    s.reg[PINNED] -= len(pinned)
     return ALL
 
 

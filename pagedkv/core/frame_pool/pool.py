@@ -22,20 +22,18 @@ from pagedkv.core import state as st
 from pagedkv.core.arguments import flag, tenant_name, whole
 from pagedkv.core.check.frame_pool import check_frame_pool
 from pagedkv.core.frame_pool import batches
-from pagedkv.core.frame_pool.key_log import KeyLog
 from pagedkv.core.frame_pool.packed import pack
 from pagedkv.core.frame_pool.rows import Frames, Keys, frame_numbers, key_row, token_positions
 from pagedkv.core.observe.stats import PoolStats, gather_pool
+from pagedkv.core.policies import Policy, advised, chosen, install
 from pagedkv.core.pool import epochs
-from pagedkv.core.pool.policies import Policy, advised, chosen, install
-from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.state import I32, I64
 from pagedkv.core.tables import steps
 from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_rows
 from pagedkv.core.tables.step_errors import refuse_plan
-from pagedkv.core.tenants import TenantMixin, pool_shares
+from pagedkv.core.tenants import TenantMixin, pool_share
 from pagedkv.core.thread_guard import exclusive
 from pagedkv.errors import InvalidRequest
 
@@ -49,9 +47,7 @@ class FramePool(TenantMixin):
     key_bytes:  the length of a key. Keys are opaque, and compared byte for byte.
     policy:     the order in which cached frames are evicted, see MemoryManager.
     twins:      whether several frames may have one key. If not, `publish` says which frame has it.
-    events:     number of the last events kept for `events(since)`.
     watermark:  share of the pool that `admits` keeps free for the sequences that run already.
-    max_pinned: share of the pool that `pin` may hold.
     Raises:     InvalidRequest for sizes or options that make no sense.
     """
 
@@ -62,30 +58,21 @@ class FramePool(TenantMixin):
         key_bytes: int = 32,
         policy: str | Policy = "lru",
         twins: bool = False,
-        events: int = 0,
         watermark: float = 0.0,
-        max_pinned: float = 0.5,
     ) -> None:
         self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
         self.key_bytes: int = whole(key_bytes, "key_bytes", 1, 4097)
         self.policy: Policy = chosen(policy)
         self.twins: bool = flag(twins, "twins")
-        self._shares = pool_shares(watermark, max_pinned)
-        num_events, words = whole(events, "events", 0, 2**31), -(-self.key_bytes // 4)
+        self._watermark = pool_share(watermark, "watermark")
+        words = -(-self.key_bytes // 4)
         try:
-            state = st.new_state(
-                self.num_frames,
-                group_rows((Group(),), by_token=False),
-                block_size=words,
-                publishing=True,
-                events=num_events,
-            )
+            state = st.new_state(self.num_frames, group_rows((Group(),)), block_size=words, publishing=True)
         except (MemoryError, ValueError) as error:
             raise InvalidRequest(
-                f"{num_frames} frames with keys of {key_bytes} bytes and {events} events: no memory for them ({error})"
+                f"{num_frames} frames with keys of {key_bytes} bytes: no memory for them ({error})"
             ) from None
         install(self.policy, state.reg)
-        self._log = KeyLog(self.key_bytes)
         self._roots = Roots()  # a key names no tenant, so there are none
         self._accounts = {}
         self._proves = debug.level() >= 3
@@ -169,7 +156,6 @@ class FramePool(TenantMixin):
         *,
         last: bool = False,
         advice: str = "WILLNEED",
-        retain: tuple[float, float] | None = None,
         positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
     ) -> None:
         """Remove a reference from each of `frames`. Frames dropped first are evicted first: give tails before prefixes.
@@ -177,13 +163,12 @@ class FramePool(TenantMixin):
         last:      keep a frame without a key, too, until the policy evicts it: its contents may still be read.
         advice:    "DONTNEED": evicted first of all. "COLD": before all frames without advice. "WILLNEED": in the
                    policy's order.
-        retain:    (priority, half_life), see policies.Priority; half_life counts calls that take frames.
         positions: the position of the first token of each frame, for the policy "cost".
         Raises:    InvalidRequest for a frame without so many references. Nothing was changed then.
         """
         if self._calls or self._owner:
             self._enter("drop")
-        offset = 0 if advice == "WILLNEED" and retain is None else advised(self.policy, advice, retain)
+        offset = 0 if advice == "WILLNEED" else advised(advice)
         keep = batches.KEEP_ALL if last else batches.KEEP_NAMED
         if type(frames) is int and positions is None and -1 <= frames < self.num_frames:
             at, row = batches.drop_one(self._held[1], frames, keep, offset), None
@@ -302,51 +287,14 @@ class FramePool(TenantMixin):
     def forget(self) -> int:
         """Take all keys away, as after an update of the weights. Return how many cached frames are free now. O(frames).
 
-        Readers of events get AllBlocksCleared.
-        Raises: InvalidRequest while frames are pinned, since a pin promises that its frames stay
+        A frame that an open epoch may still read is free when the epoch has passed.
         """
-        if pinned := int(self.state.reg[st.PINNED]):
-            raise InvalidRequest(f"forget() while there are {pinned} pins; unpin the frames first")
         freed = int(forget_pages(self.state))
         if self._proves:
             self.check()
         return freed
 
-    # -- pins and epochs -----------------------------------------------------------------------------------------------
-
-    @property
-    def max_pinned(self) -> int:
-        """int: the most pins at a time."""
-        return int(self._shares[1] * self.num_frames)
-
-    def pin(self, frames: Frames) -> None:
-        """Keep `frames`, which are referenced or cached, until `unpin`: they are neither evicted nor reused.
-
-        Pins are counted: a frame that is pinned twice is unpinned twice.
-        Raises: InvalidRequest beyond `max_pinned`, or for a frame without contents. Nothing was changed then.
-        """
-        self._enter("pin")
-        row, pinned = frame_numbers(frames), int(self.state.reg[st.PINNED])
-        if pinned + len(row) > self.max_pinned:
-            raise InvalidRequest(
-                f"pin of {len(row)} frames: there are {pinned} pins of at most {self.max_pinned}; "
-                "unpin some, or raise max_pinned"
-            )
-        at = batches.pin(self._held[1], row)
-        if at != batches.ALL:
-            self._refuse(row, at, "pin", "is neither referenced nor cached; pin a frame while it is")
-        if self._proves:
-            self.check()
-
-    def unpin(self, frames: Frames) -> None:
-        """Remove a pin from each of `frames`. Raises: InvalidRequest for a frame that is not pinned so often."""
-        self._enter("unpin")
-        row = frame_numbers(frames)
-        at = batches.unpin(self._held[1], row)
-        if at != batches.ALL:
-            self._refuse(row, at, "unpin", "has no such pin; unpin once for each pin()")
-        if self._proves:
-            self.check()
+    # -- epochs -----------------------------------------------------------------------------------------------------
 
     @exclusive
     def retire(self, epoch: int) -> None:
@@ -369,28 +317,6 @@ class FramePool(TenantMixin):
         return passed
 
     # -- figures -------------------------------------------------------------------------------------------------------
-
-    @exclusive
-    def events(self, since: int) -> list[Event]:
-        """Return the events after number `since` (0: from the beginning). `block_hashes` of an event holds one key.
-
-        Raises: EventsLost if some of them have left the ring: begin again from `snapshot()`;
-                InvalidRequest if the pool keeps no events
-        """
-        return self._required_log().events(self.state, whole(since, "since"))
-
-    @exclusive
-    def snapshot(self) -> Snapshot:
-        """Return every key that can be found, and the number of the last event. O(frames that have keys).
-
-        Raises: InvalidRequest if the pool keeps no events
-        """
-        return self._required_log().snapshot(self.state)
-
-    def _required_log(self) -> KeyLog:
-        if not len(self.state.log):
-            raise InvalidRequest("this pool keeps no events; make it with events=N, where N is the number to keep")
-        return self._log
 
     def stats(self) -> PoolStats:
         """Return the counters of the pool. O(1), or O(frames) if a tenant has a quota."""

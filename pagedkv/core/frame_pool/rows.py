@@ -12,7 +12,6 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.core.frame_pool.joined import join
 from pagedkv.core.state import I32, I64, U8
 from pagedkv.errors import InvalidRequest
 
@@ -55,17 +54,10 @@ def key_row(keys: Keys, key_bytes: int) -> U8:
         if keys.dtype is _UINT8 and keys.ndim == 2 and keys.shape[1] == key_bytes and keys.flags.carray:
             return _filled(keys.reshape(-1), key_bytes)
         return _filled(_bytes_of(keys, key_bytes), key_bytes)
-    if type(keys) is list:
-        row = np.empty(len(keys) * (key_bytes + -key_bytes % 4), np.uint8)
-        if join(keys, key_bytes, row):
-            return row
-    return _joined(cast(Sequence[bytes], keys), key_bytes)
-
-
-def _joined(keys: Sequence[bytes], key_bytes: int) -> U8:
-    """The same for any sequence of objects that have memory, each of which has `key_bytes` bytes."""
     try:
-        joined, lengths, count = bytearray().join(keys), {memoryview(key).nbytes for key in keys}, len(keys)
+        are_bytes = set(map(type, keys)) <= {bytes}  # len() of another object may count items of several bytes
+        lengths = set(map(len, keys)) if are_bytes else {memoryview(key).nbytes for key in keys}
+        joined, count = bytearray().join(keys), len(keys)
     except (TypeError, BufferError):
         raise InvalidRequest(
             f"keys are {keys!r:.60}; give a list of bytes, or an array uint8 [n, {key_bytes}]"

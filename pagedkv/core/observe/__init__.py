@@ -1,1 +1,1 @@
-"""observe: figures about a manager: statistics, why a prompt is missed, reuse distances. No rule is here."""
+"""observe: figures about a manager: statistics, why a prompt is missed. No rule is here."""

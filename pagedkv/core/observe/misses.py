@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from pagedkv.core.prefix.roots import Root, Roots, Salts
 from pagedkv.core.state import I32, State
 from pagedkv.core.tables import page_tables
-
-OTHER_ROOT: Final = "other root"
 
 
 @dataclass(frozen=True)
@@ -30,10 +27,8 @@ class Miss:
 
 
 def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Miss:
-    """Return how many tokens `open` would match in whole pages, and why no more whole pages match.
+    """Return how many tokens `open` would match, and why no more pages match. prompt: its tenant and its salts.
 
-    prompt: its tenant and its salts. With match="token", `open` also matches a part of the next page, which is not
-            counted here.
     O(pages), times the roots if a page is missing.
     """
     own, pages, _, evicted = _matched(s, roots, prompt, ids, len(ids))
@@ -51,7 +46,7 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
         for _, root in roots.every()
         if root != own and root.number < len(s.roots)
     ):
-        reason = OTHER_ROOT
+        reason = "other root"
     else:
         reason = "never published"
     return Miss(reason, pages * size)

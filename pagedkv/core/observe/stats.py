@@ -56,7 +56,6 @@ class Stats:
     # tokens asked for and not matched, by the reason of the first missing page
     missed_evicted: int  # it was evicted not long ago
     missed_new: int  # it was never published, as far as the index knows, or lies behind the column of a rectangle
-    missed_other_root: int  # another tenant has it; counted as new without Observe(other_roots=True)
     below_one_page: int  # tokens beyond the last whole page, which open() does not look for
     evictions: int
     copies: int
@@ -85,7 +84,6 @@ class PoolStats:
     retired: int
     evictable: int
     pending: int  # retired, or cached and waiting for an epoch: available once the work under way has finished
-    pinned: int  # a frame of several pins counts for each
     named: int  # with a key
     peak_mapped: int
     evictions: int
@@ -106,18 +104,16 @@ def gather_pool(s: State, tenants: dict[bytes, Usage]) -> PoolStats:
     )
 
 
-def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Stats:
+def gather(s: State, tenants: dict[bytes, Usage]) -> Stats:
     """Return the figures of this moment. O(open spaces), and again for tails that are full pages of another space."""
     rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
     count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
-    count["missed_new"] -= missed_other_root
     num_frames, size = s.tokens.shape
     mapped = num_frames - count["free"] - count["cached"] - count["retired"]
     return Stats(
         num_frames=num_frames,
         mapped=mapped,
         pending=pending(s),
-        missed_other_root=missed_other_root,
         spaces=len(rows),
         tokens=int(s.spaces["length"][rows].sum()),
         slots_mapped=mapped * size,

@@ -1,16 +1,15 @@
 """Eviction: rank cached frames on lists, and choose the next victim. Compiled functions over the lists in `State`.
 
-This file evicts no frame: frames.evict takes the victim off its list, out of the index, and frees it. policies.py sets
-the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last reference is dropped, the
-policy ranks the frame for a list. The frame enters the list with the clock of that moment as its `entered` time. Each
-list offers its oldest frame; the victim is the offered frame with the smallest sum
+This file evicts no frame: frames.evict takes the victim off its list, out of the index, and frees it. core/policies.py
+sets the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last reference is dropped,
+the policy ranks the frame for a list. The frame enters the list with the clock of that moment as its `entered` time.
+Each list offers its oldest frame; the victim is the offered frame with the smallest sum
 
     entered + bonus[list]                    clock: the number of plans so far, or the value of the last victim
 
-So a policy is a ranking, a row of bonuses and a clock. LRU has one list. Retention adds steps to a frame's time.
-Frequency and cost add to the value of the last victim (greedy dual: a page that is not used again ages, because the
-clock catches up). Two lists are evicted before all others: DONTNEED, then COLD. To choose a victim costs one look at
-each list in use, for a pool of any size.
+So a policy is a ranking, a row of bonuses and a clock. LRU has one list. Frequency and cost add to the value of the
+last victim (greedy dual: a page that is not used again ages, because the clock catches up). Two lists are evicted
+before all others: DONTNEED, then COLD. To choose a victim costs one look at each list in use, for a pool of any size.
 
 I9, a page is evicted before its prefix. A page enters its list before its prefix does, at the same clock or an earlier
 one. A prefix is never put on a lower list than a page behind it (`floor`). Bonuses grow with the list, so the sum of
@@ -50,7 +49,6 @@ UNRANKED: Final = 0  # one list for all
 TWO_QUEUES: Final = 1  # two lists: used once, used again
 USES: Final = 2  # one list for each number of uses
 COST: Final = 3  # uses x cost of computing the page, two lists an octave
-RETENTION: Final = 4  # the list that advise() or open() set
 
 # registers of a list
 OLDEST: Final = 0
@@ -122,8 +120,6 @@ def rank(records: Records, reg: I64, frame: int, position: int, advice: int) -> 
         return NORMAL + 1 if records[frame].uses > 0 else NORMAL
     if rule == USES:
         return min(top, NORMAL + int(records[frame].uses))
-    if rule == RETENTION:
-        return min(top, NORMAL + advice)
     cost = 1.0 + position / reg[SCALE]  # attention reads all tokens before the page
     return min(top, NORMAL + int(2.0 * math.log2((1 + int(records[frame].uses)) * cost)))
 
@@ -132,8 +128,8 @@ def rank(records: Records, reg: I64, frame: int, position: int, advice: int) -> 
 def raise_floor(records: Records, frame: int) -> None:
     """Raise the floor of every page before `frame` to the list of `frame`.
 
-    All pages before it are visited, as a mapped page may lie behind a punched one. O(1) amortised: the walk stops at a
-    page whose floor is high enough, and a floor rises at most once for each list.
+    All pages before it are visited, as a mapped page may lie behind a hole. O(1) amortised: the walk stops at a page
+    whose floor is high enough, and a floor rises at most once for each list.
     """
     least = max(int(records[frame].rank) + 1, int(records[frame].floor))
     parent = records[frame].parent

@@ -1,16 +1,16 @@
 """Events: a log of the pages that became findable or ceased to be, for routers that send prompts to caches.
 
     index.insert, index.remove  ──▶  s.log [E, 4 + S]: a ring of integers; event n (1, 2, ...) is in row n % E
-    events(since), snapshot()   ──▶  fold: read the ring from where the last fold stopped, and name pages by digests
+    events(since), its snapshot ──▶  fold: read the ring from where the last fold stopped, and name pages by digests
 
 The compiled functions write one row an event, O(block_size), and make no object. Digests are computed when a reader
 asks. The fold keeps the digest of each published frame as of the last event it has read. So it names a page correctly
 even if the frame is free or holds another page by then. A reader that falls behind the ring gets EventsLost and begins
 again from a snapshot. A fold that falls behind begins again, too.
 
-A page that was published, lost its prefix (punched, then evicted) and is still mapped keeps its name until the fold
-begins again. If an equal page was computed and published meanwhile, both have one name: it is stored once, and removed
-with the last of the two.
+A page that was published, lost its prefix (behind a window, then evicted) and is still mapped keeps its name until the
+fold begins again. If an equal page was computed and published meanwhile, both have one name: it is stored once, and
+removed with the last of the two.
 
 Each layer group has events of its own: the page of a group is stored after its leader, under the same name, and removed
 before it. So a reader knows which groups have a page. The windows decide what a prompt matches, as in

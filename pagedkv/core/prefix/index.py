@@ -10,8 +10,6 @@ which stands for the tenant.
     prefix hash(page i)  = hash(prefix hash(page i - 1) ^ seed of its salts, tokens of page i)    of page -1: the seed
                                                                                                   of the root
 
-If tokens are matched, not only whole pages (match="token"), each page also has a linked list of its successors.
-
 Complexity: O(block_size) a lookup or insertion, O(1) a removal; one to three candidates a bucket.
 """
 
@@ -25,17 +23,12 @@ from pagedkv.core.compiled import inlined, inner, prefetch
 from pagedkv.core.prefix.events import log_removed, log_stored
 from pagedkv.core.state import (
     CACHED,
-    FIRST_SUCCESSOR,
     I32,
     IN_USE,
-    NEXT_SIBLING,
     NIL,
-    PREVIOUS_SIBLING,
     ROOT_BEFORE,
-    SALT,
     SALT_SEED,
     SALTED_PAGE,
-    SUCCESSOR,
     State,
 )
 
@@ -69,15 +62,9 @@ def salt_at(roots: I32, root: int, page: int) -> int:
 
 
 @inlined
-def matches_tokens(s: State) -> bool:
-    """Return whether a part of a page is matched too (match="token")."""
-    return s.details.shape[1] > 1
-
-
-@inlined
-def salt_of(details: I32, frame: int) -> int:
+def salt_of(salts: I32, frame: int) -> int:
     """Return the salt of a published frame, as `salt_at` returns it for its page."""
-    return details[frame, SALT] if len(details) else 0
+    return salts[frame] if len(salts) else 0
 
 
 @inlined
@@ -152,7 +139,7 @@ def find(s: State, parent: int, prefix_hash: int, tokens: I32, salt: int = 0) ->
             and record.parent == parent
             and record.parent_generation == generation
             and record.published == 1
-            and salt_of(s.details, frame) == salt
+            and salt_of(s.salts, frame) == salt
         ):
             different = np.int32(0)
             for i in range(len(tokens)):
@@ -177,12 +164,10 @@ def insert(s: State, frame: int, parent: int, prefix_hash: int, salt: int = 0) -
         s.frames[frame].uses = 1  # the page was evicted not long ago
     if parent < 0:
         s.roots[-2 - parent, IN_USE] += 1
-    if len(s.details):
-        s.details[frame, SALT] = salt
+    if len(s.salts):
+        s.salts[frame] = salt
     if salt > 0:
         s.roots[salt - 1, IN_USE] += 1
-    if matches_tokens(s):
-        _link_successor(s.details, s.roots, frame, parent)
     if len(s.log):
         log_stored(s.log, s.reg, (frame, parent, 0, salt), s.tokens[frame])
 
@@ -221,8 +206,8 @@ def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1 + group
-    if len(s.details):
-        s.details[frame, SALT] = 0  # its leader has the salts
+    if len(s.salts):
+        s.salts[frame] = 0  # its leader has the salts
     if len(s.log):
         log_stored(s.log, s.reg, (frame, leader, group, 0), s.tokens[leader])
 
@@ -243,63 +228,13 @@ def remove(s: State, frame: int) -> None:
             s.frames[here].chain = s.frames[frame].chain
     s.frames[frame].published = 0
     parent = s.frames[frame].parent
-    if matches_tokens(s) and (
-        parent < 0 or (s.frames[parent].published and s.frames[parent].generation == s.frames[frame].parent_generation)
-    ):
-        _unlink_successor(s.details, s.roots, frame, parent)  # without the parent, its list is gone as well
     if parent < 0:
         s.roots[-2 - parent, IN_USE] -= 1
-    salt = np.int64(salt_of(s.details, frame))
+    salt = np.int64(salt_of(s.salts, frame))
     if salt > 0:
         s.roots[salt - 1, IN_USE] -= 1
     if len(s.log):
         log_removed(s.log, s.reg, frame)
-
-
-@inlined
-def _link_successor(details: I32, roots: I32, frame: int, parent: int) -> None:
-    first = details[parent, FIRST_SUCCESSOR] if parent >= 0 else roots[-2 - parent, SUCCESSOR]
-    details[frame, FIRST_SUCCESSOR], details[frame, NEXT_SIBLING], details[frame, PREVIOUS_SIBLING] = -1, first, -1
-    if first >= 0:
-        details[first, PREVIOUS_SIBLING] = frame
-    if parent >= 0:
-        details[parent, FIRST_SUCCESSOR] = frame
-    else:
-        roots[-2 - parent, SUCCESSOR] = frame
-
-
-@inlined
-def _unlink_successor(details: I32, roots: I32, frame: int, parent: int) -> None:
-    following, before = details[frame, NEXT_SIBLING], details[frame, PREVIOUS_SIBLING]
-    if following >= 0:
-        details[following, PREVIOUS_SIBLING] = before
-    if before >= 0:
-        details[before, NEXT_SIBLING] = following
-    elif parent >= 0:
-        details[parent, FIRST_SUCCESSOR] = following
-    else:
-        roots[-2 - parent, SUCCESSOR] = following
-
-
-@inner
-def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
-    """Return (frame, length) of the successor of `parent` with the longest common beginning with `tokens`, or (-1, 0).
-
-    Only the 32 successors published last are compared, and none with a salt.
-    """
-    best, longest = -1, 0
-    frame = s.details[parent, FIRST_SUCCESSOR] if parent >= 0 else s.roots[-2 - parent, SUCCESSOR]
-    for _ in range(32):
-        if frame < 0:
-            break
-        common = 0
-        most = min(len(tokens), s.tokens.shape[1]) if s.details[frame, SALT] == 0 else 0
-        while common < most and s.tokens[frame, common] == tokens[common]:
-            common += 1
-        if common > longest:
-            best, longest = frame, common
-        frame = s.details[frame, NEXT_SIBLING]
-    return best, longest
 
 
 @inner

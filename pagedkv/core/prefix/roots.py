@@ -9,7 +9,7 @@ the pages before it are shared with prompts that have another salt there, or non
     (tenant, image, other)   ──▶ root 8    its salts lie in page 10    before it: root 7
 
 A space has the root of all its salts. A page is published with the root whose salts lie in the page, if there is one
-(SALT in `details` of the state), and two pages are equal only if these roots are. So identity stays exact (I4): a root
+(`salts` of the state), and two pages are equal only if these roots are. So identity stays exact (I4): a root
 is looked up by the salts themselves, and a page also names the page before it, which has the earlier salts.
 """
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.core.arguments import real, salt_row, tenant_name, token_row, whole
+from pagedkv.core.arguments import salt_row, tenant_name, token_row, whole
 from pagedkv.core.handles import AddressSpace
 from pagedkv.core.observe.misses import Miss, explain, known_tokens
-from pagedkv.core.pool.policies import Policy, retained
 from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.recovery import RecoveryMixin
 from pagedkv.core.spaces.awaited import Awaited, OpenPrompts
@@ -70,7 +69,6 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
 
     state: State
     block_size: int
-    policy: Policy
     _open_prompts: OpenPrompts
 
     if TYPE_CHECKING:
@@ -84,8 +82,6 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         *,
         tenant: bytes = b"",
         salt: Salt = b"",
-        priority: float = 1.0,
-        half_life: float = 1000.0,
     ) -> AddressSpace:
         """Open a space that maps the longest known prefix of `token_ids`; its `len(space)` tokens need no computation.
 
@@ -93,15 +89,12 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         never match each other.
         salt: identity besides the tokens: the digest of an adapter, as bytes, or {position: digest} of images and
               other media. From the page of a position on, prompts match only with an equal salt there.
-        priority, half_life: see advise(retain=).
-        Raises: InvalidRequest if the ids are not one row of int32 numbers, or for a priority that the policy does not
-                use
+        Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
         self._report_lost()
         ids, tenant, salts = token_row(token_ids), tenant_name(tenant), () if salt == b"" else salt_row(salt)
-        advice = self._advice_of(priority, half_life)
         self._grow_tables(pages=len(ids) // self.block_size + 1)
-        return self._open(ids, tenant, salts, advice, len(ids))
+        return self._open(ids, tenant, salts, len(ids))
 
     @exclusive
     def open_batch(
@@ -111,12 +104,10 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         tenant: bytes | Sequence[bytes] = b"",
         salt: Salt | Sequence[Salt] = b"",
         pads: Sequence[int] | npt.NDArray[np.integer] | None = None,
-        priority: float = 1.0,
-        half_life: float = 1000.0,
     ) -> Opened:
         """Open a space for each prompt of `rows`, as `open` does: for all of them or for none.
 
-        tenant, salt: for all rows, or a list with one for each row. priority, half_life: for all rows.
+        tenant, salt: for all rows, or a list with one for each row.
         pads: for a host that computes rectangles: how many columns of padding stand before each row. Each space then
               ends at the last column up to which all rows are known, and a window sees the pages before that column.
         Raises: as `open`; InvalidRequest if a list has not one entry for each row. Nothing was changed then
@@ -126,14 +117,13 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         tenants = [tenant_name(one) for one in _for_each(tenant, len(ids), "tenant")]
         salts = [salt_row(one) for one in _for_each(salt, len(ids), "salt")]
         columns = None if pads is None else [whole(pad, "a pad") for pad in _for_each(pads, len(ids), "pads")]
-        advice = self._advice_of(priority, half_life)
         prompts = list(zip(tenants, salts, ids, strict=True))
         most = list(map(len, ids)) if columns is None else self._up_to_one_column(prompts, columns)
         self._grow_tables(pages=max(map(len, ids), default=0) // self.block_size + 1, spaces=len(ids))
         spaces: list[AddressSpace] = []
         try:
             for (name, own, row), length in zip(prompts, most, strict=True):
-                spaces.append(self._open(row, name, own, advice, length))
+                spaces.append(self._open(row, name, own, length))
         except BaseException:
             for space in spaces:
                 page_tables.release_space(self.state, space.asid)
@@ -157,19 +147,13 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
             if most == known:
                 return most
 
-    def _advice_of(self, priority: float, half_life: float) -> int:
-        priority, half_life = real(priority, "priority"), real(half_life, "half_life")
-        return retained(self.policy, priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
-
-    def _open(self, ids: I32, tenant: bytes, salts: Salts, advice: int, most: int) -> AddressSpace:
+    def _open(self, ids: I32, tenant: bytes, salts: Salts, most: int) -> AddressSpace:
         """Open a space of at most `most` tokens. The tables are long enough, and the arguments were checked."""
         root, self.state = self._roots.of(tenant, self.state, salts)
         self._charge_root(tenant, root.number)
-        asid, generation = page_tables.open_space(
-            self.state, root.number, root.seed, advice, ids, most, self._is_restoring()
-        )
-        if self._is_observed:
-            self._record_open((tenant, salts), root, ids, asid)
+        asid, generation = page_tables.open_space(self.state, root.number, root.seed, ids, most, self._is_restoring())
+        if self._observe.events:
+            self._name_roots(tenant, salts)
         self._open_prompts.add((asid, generation), tenant, salts, ids, self.block_size)
         return self._opened(asid, generation)
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from pagedkv.core import state as st
 from pagedkv.core.arguments import whole
 from pagedkv.core.handles import AddressSpace
-from pagedkv.core.observe.reuse_distance import record_release
 from pagedkv.core.recovery import RecoveryMixin
 from pagedkv.core.tables import page_tables
 from pagedkv.core.thread_guard import exclusive
@@ -60,9 +59,6 @@ class ReorderMixin(RecoveryMixin):
         forked = np.array([self._settled_asid(spaces[sources[place]], "reorder") for place in repeats], np.int32)
         unused = np.array([asid for at, asid in enumerate(asids) if at not in used], np.int32)
         self._grow_tables(spaces=len(forked))
-        if self._reuse_sampler:
-            for asid in unused.tolist():
-                record_release(self.state, self._reuse_sampler.sample, asid)
         page_tables.reorder_spaces(self.state, forked, unused)
         for asid in unused.tolist():  # forks were made first, so none has the number of a released space
             self._handles.pop(asid, None)

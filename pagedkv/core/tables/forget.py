@@ -12,7 +12,7 @@ from pagedkv.core.compiled import compiled
 from pagedkv.core.pool import frames
 from pagedkv.core.prefix import index
 from pagedkv.core.prefix.events import log_cleared
-from pagedkv.core.state import CACHED, IN_USE, NIL, SUCCESSOR, UNUSED, State
+from pagedkv.core.state import CACHED, IN_USE, NIL, UNUSED, State
 
 
 @compiled
@@ -30,7 +30,6 @@ def forget_pages(s: State) -> int:
         s.bucket[bucket] = NIL
     for root in range(len(s.roots)):
         s.roots[root, IN_USE] = 0
-        s.roots[root, SUCCESSOR] = NIL
     for asid in range(0, len(s.spaces), len(s.groups)):
         if s.spaces[asid].status != UNUSED:
             s.spaces[asid].complete = 0

@@ -30,7 +30,7 @@ from pagedkv.core.arguments import whole
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import frames
 from pagedkv.core.prefix import index
-from pagedkv.core.state import DEDUPLICATED, HOLE, I32, I64, PUBLISHING, State
+from pagedkv.core.state import DEDUPLICATED, HOLE, I32, I64, State
 from pagedkv.errors import InvalidRequest
 
 MOST_GROUPS: Final = 64  # `published` is a byte
@@ -71,15 +71,13 @@ def group_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def group_rows(groups: tuple[Group, ...], *, by_token: bool) -> I64:
+def group_rows(groups: tuple[Group, ...]) -> I64:
     """Return int64 [G, 5]: window (0 for none) and sinks of each group, two columns of scratch, and keep.
 
     Raises: InvalidRequest for groups that cannot share a pool
     """
     if not 1 <= len(groups) <= MOST_GROUPS:
         raise InvalidRequest(f"{len(groups)} layer groups; give 1 to {MOST_GROUPS}")
-    if len(groups) > 1 and by_token:
-        raise InvalidRequest("match='token' works with one layer group; use match='page'")
     return np.array([(group.window or 0, group.sinks, 0, 0, group.keep) for group in groups], np.int64)
 
 
@@ -183,7 +181,7 @@ def publish_companions(s: State, asid: int, page: int) -> bool:
         if frame == HOLE or s.frames[frame].published:
             continue
         existing = index.find_companion(s, leader, group)
-        if existing >= 0 and (s.spaces[asid].outstanding > 0 or s.reg[PUBLISHING] == 2):
+        if existing >= 0 and s.spaces[asid].outstanding > 0:
             return False
         if existing >= 0:
             frames.share(s.frames, s.reg, existing)

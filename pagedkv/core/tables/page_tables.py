@@ -5,9 +5,8 @@ A row holds `num_pages` frames (or holes) and three lengths:
     0            complete * S         length             planned
     |── published pages ──|── committed ──|── outstanding ──|          num_pages == ceil(planned / S)   (I5)
 
-Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). A page behind a punched one
-is not left cached, as its prefix may be gone, unless another space has left a successor of the page cached, which shows
-that its prefix is there.
+Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). If group 0 has a window, a
+space may not map the prefix of its pages: a page behind a hole stays cached only if its prefix is still published.
 
 A user's pin is a row too, with status HELD: it maps the frames that it protects, and no plan names it.
 """
@@ -86,9 +85,7 @@ def _set_length(s: State, row: int, length: int, num_pages: int) -> None:
 
 
 @compiled
-def open_space(
-    s: State, root: int, seed: int, advice: int, token_ids: I32, most: int, restoring: bool
-) -> tuple[int, int]:
+def open_space(s: State, root: int, seed: int, token_ids: I32, most: int, restoring: bool) -> tuple[int, int]:
     """Open a row that maps the longest published prefix of `token_ids` (int32 [n]), short of the last token.
 
     most:      how many tokens are mapped at most.
@@ -99,7 +96,7 @@ def open_space(
     size = s.tokens.shape[1]
     pages, frame, common, evicted = match_prefix(s, root, seed, token_ids, most, s.table[asid])
     num_pages, matched = pages, pages * size
-    asked = max(0, len(token_ids) - 1) if index.matches_tokens(s) else max(0, (len(token_ids) - 1) // size * size)
+    asked = max(0, (len(token_ids) - 1) // size * size)
     if frame >= 0:  # another space sees this page: the first write copies it
         s.table[asid, pages] = frame
         num_pages += 1
@@ -110,7 +107,6 @@ def open_space(
     if not restoring:
         _count_prompt(s, root, (asked, max(0, len(token_ids) - 1) - asked, matched), evicted)
     for row in range(asid, asid + len(s.groups)):
-        s.spaces[row].advice = advice
         _set_length(s, row, matched, num_pages)
     s.spaces[asid].complete = pages
     if layer_groups.leader_has_window(s) and not restoring:
@@ -136,7 +132,7 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, foun
     """Find the longest published prefix that every group has, of at most `most` tokens, short of the last token.
 
     Returns: (whole pages, a frame whose page begins as the next page does or -1, how many tokens they have in common,
-             whether the next page was evicted not long ago). A part of a page is found at `most`, or by match="token".
+             whether the next page was evicted not long ago). A part of a page is found at `most`.
     Modifies: `found` (int32 [at least pages]), which receives the frames of group 0. Nothing else is changed.
     """
     size = s.tokens.shape[1]
@@ -146,10 +142,6 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, foun
     pages, common = length // size, length % size
     frame = found[pages] if common else -1
     found[pages:leaders] = HOLE
-    if index.matches_tokens(s) and length < most and index.salt_at(s.roots, root, pages) == 0:
-        parent = found[pages - 1] if pages else index.root_parent(index.first_root(s.roots, root))
-        rest = token_ids[pages * size : max(0, min(len(token_ids) - 1, most))]
-        frame, common = index.find_part(s, parent, rest)
     return pages, frame, common, evicted or length < known  # companions were published with their leaders
 
 
@@ -219,10 +211,7 @@ def may_stay_cached(s: State, asid: int, group: int, page: int) -> bool:
     if page < s.spaces[asid].first_hole:
         return True
     frame = s.table[asid + group, page]
-    if layer_groups.leader_has_window(s):
-        return s.frames[frame].published > 0 and index.nearest_evictable(s, frame) != index.PREFIX_GONE
-    # behind a hole. If floor is 0, no successor was ever cached: freeing the page orphans none, and no walk is needed
-    return s.frames[frame].floor > 0 and s.frames[frame].published > 0 and index.reaches_root(s, frame)
+    return s.frames[frame].published > 0 and index.nearest_evictable(s, frame) != index.PREFIX_GONE
 
 
 @inner
@@ -235,20 +224,6 @@ def touch_prefix(s: State, parent: int) -> None:
         if s.frames[parent].status == CACHED:
             frames.touch(s, parent)
         parent = s.frames[parent].parent
-
-
-@inlined
-def _unmap(s: State, asid: int, group: int, page: int) -> None:
-    frame = s.table[asid + group, page]
-    if frame == HOLE:
-        return
-    stays_cached = may_stay_cached(s, asid, group, page)
-    parent = s.frames[frame].parent
-    if frames.drop_reference(s.frames, s.reg, frame, stays_cached, page * s.tokens.shape[1], s.spaces[asid].advice):
-        frames.free(s, frame)
-    s.table[asid + group, page] = HOLE
-    if stays_cached and page >= s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
-        touch_prefix(s, parent)
 
 
 @inner
@@ -284,12 +259,11 @@ def _drop_behind_hole(s: State, asid: int, num_pages: int) -> None:
 
 @inlined
 def _drop_row(s: State, asid: int, group: int, num_pages: int) -> None:
-    first_hole, advice, size, row = s.spaces[asid].first_hole, s.spaces[asid].advice, s.tokens.shape[1], asid + group
+    advice, size, row = s.spaces[asid].advice, s.tokens.shape[1], asid + group
     first = count = 0  # a run of free frames, put back at once
     for page in range(s.spaces[row].num_pages - 1, num_pages - 1, -1):
         frame = s.table[row, page]
-        if frame == HOLE or page > first_hole:
-            _unmap(s, asid, group, page)
+        if frame == HOLE:
             continue
         s.table[row, page] = HOLE
         if not frames.drop_reference(s.frames, s.reg, frame, True, page * size, advice):
@@ -322,23 +296,9 @@ def truncate_space(s: State, asid: int, length: int) -> None:
     if s.spaces[asid].named == ALL_NAMED:
         return
     if s.spaces[asid].first_hole != NO_HOLE:
-        s.spaces[asid].named = min(s.spaces[asid].named, length // size)  # a hole that was punched may be left
+        s.spaces[asid].named = min(s.spaces[asid].named, length // size)  # the prefix behind the window may be gone
     elif length <= np.int64(s.spaces[asid].named) * size:
         s.spaces[asid].named = ALL_NAMED  # no token without an id is left
-
-
-@compiled
-def punch_space(s: State, asid: int, first: int, last: int) -> None:
-    """Unmap the pages first .. last-1 of `asid`, which are full and committed, and leave holes.
-
-    The space publishes no further page: tokens computed from now on do not see these pages.
-    """
-    s.spaces[asid].named = min(s.spaces[asid].named, s.spaces[asid].complete)
-    for page in range(last - 1, first - 1, -1):
-        for group in range(len(s.groups) - 1, -1, -1):
-            _unmap(s, asid, group, page)
-    for row in range(asid, asid + len(s.groups)):
-        s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
 
 
 @inlined
@@ -366,7 +326,10 @@ def _leave_behind(s: State, asid: int, group: int, first: int, last: int) -> Non
     for page in range(behind, last):
         _give_back(s, asid, group, page)
     for page in range(min(behind, last) - 1, first - 1, -1):
-        _unmap(s, asid, group, page)
+        frame = s.table[asid + group, page]
+        if frame != HOLE:
+            s.table[asid + group, page] = HOLE
+            frames.drop(s, frame, True, page, s.spaces[asid].advice)
     s.spaces[asid + group].first_hole = min(s.spaces[asid + group].first_hole, first)
 
 
@@ -451,8 +414,7 @@ def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. If an equal page is published already, map that page and free ours.
 
     So an identity has one frame, a prefix is one chain, and two prompts that were computed at the same time share
-    afterwards. No page is exchanged while a plan of the space is outstanding. An append-only table exchanges none: the
-    space keeps its own page, and publishes neither that page nor a later one, whose prefix another frame holds.
+    afterwards. No page is exchanged while a plan of the space is outstanding.
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].no_publish:
         return
@@ -485,9 +447,6 @@ def publish_pages(s: State, asid: int) -> None:
             prefix_hash = int(s.frames[frame].prefix_hash)
             salt = index.salt_at(s.roots, root, page) if has_salts else 0
             existing = index.find(s, parent, prefix_hash, s.tokens[frame], salt)
-            if existing >= 0 and s.reg[PUBLISHING] == 2:
-                s.spaces[asid].named = page
-                return
             if existing >= 0 and s.spaces[asid].outstanding > 0:
                 return  # an outstanding plan reads our page, perhaps through an older table; the last one publishes it
             if existing >= 0:

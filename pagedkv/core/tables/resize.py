@@ -21,10 +21,8 @@ import numpy.typing as npt
 from pagedkv.core.compiled import compiled
 from pagedkv.core.pool import free_runs
 from pagedkv.core.pool.frames import pending
-from pagedkv.core.prefix.index import matches_tokens
 from pagedkv.core.state import (
     EPOCH,
-    FIRST_SUCCESSOR,
     FREE,
     FREE_LISTS,
     HELD,
@@ -39,7 +37,6 @@ from pagedkv.core.state import (
     PASSED,
     PEAK,
     PROTECTED,
-    SUCCESSOR,
     Records,
     State,
     account_registers,
@@ -105,9 +102,9 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     into[num_frames:] = NIL
     into[sources] = targets
     same = min(num_frames, len(s.frames))
-    fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=1, by_token=matches_tokens(s))
-    fresh = with_salts(fresh) if len(s.details) else fresh
-    for name in ("frames", "tokens", "details"):
+    fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=True)
+    fresh = with_salts(fresh) if len(s.salts) else fresh
+    for name in ("frames", "tokens", "salts"):
         old, new = getattr(s, name), getattr(fresh, name)
         if len(old):
             new[:same] = old[:same]
@@ -117,14 +114,12 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     listed = fresh.frames["place"] != NOWHERE
     for link in ("newer", "older"):
         fresh.frames[link][listed] = _renumbered(fresh.frames[link][listed], into)
-    fresh.details[:, FIRST_SUCCESSOR:] = _renumbered(fresh.details[:, FIRST_SUCCESSOR:], into)
-    reg, roots = s.reg.copy(), s.roots.copy()
+    reg = s.reg.copy()
     for lists in (
         list_registers(reg),
         *(block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4) for block in account_registers(reg)),
     ):
         lists[:, :2] = _renumbered(lists[:, :2], into)
-    roots[:, SUCCESSOR] = _renumbered(roots[:, SUCCESSOR], into)
     _lay_out_ghosts(s.ghosts, fresh.ghosts)
     _fill_buckets(fresh.frames, fresh.bucket)
     _take_used_frames(fresh.frames, fresh.chunks, fresh.reg)
@@ -134,12 +129,11 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     state = s._replace(
         frames=fresh.frames,
         tokens=fresh.tokens,
-        details=fresh.details,
+        salts=fresh.salts,
         chunks=fresh.chunks,
         bucket=fresh.bucket,
         ghosts=fresh.ghosts,
         table=_renumbered(np.where(np.arange(s.table.shape[1]) < s.spaces["num_pages"][:, None], s.table, HOLE), into),
-        roots=roots,
         reg=reg,
     )
     return state, np.stack([sources, targets], axis=1).astype(np.int32)

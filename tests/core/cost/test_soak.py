@@ -40,7 +40,7 @@ def release_all(walk: Walk) -> None:
         walk.mm.unpin(pin)
 
 
-COMBINATIONS = list(zip(sorted(POLICIES), WORLDS, strict=True))
+COMBINATIONS = list(zip([*sorted(POLICIES), "lru"], WORLDS, strict=True))
 """Each policy in one world. The slow test walks further, in all combinations."""
 
 
@@ -92,7 +92,7 @@ def memory_at_rest(walk: Walk) -> tuple[int, int]:
     for released in (walk.spaces, walk.plans, walk.pins):
         released.clear()
     walk.mm.evict(walk.mm.num_frames)
-    walk.last_event = walk.mm.snapshot().sequence
+    walk.last_event = walk.mm.events_snapshot().sequence
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -6,14 +6,11 @@ it believes `victims`, and demands that evictions keep to it.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagedkv.core import FramePool
-from pagedkv.core.prefix.events import AllBlocksCleared, BlockStored
-from pagedkv.errors import EventsLost
 
 LISTS = ("DONTNEED", "COLD", "WILLNEED")
 
@@ -25,7 +22,6 @@ class Frame:
     refs: int = 0
     key: bytes | None = None
     kept: bool = False  # without references, the frame is cached
-    pins: int = 0
     epoch: int | None = None  # the fence
     advice: str = "WILLNEED"
     tenant: bytes = b""
@@ -37,11 +33,11 @@ class Frame:
             return "mapped"
         if self.kept:
             return "cached"
-        return "retired" if self.pins or self.epoch is not None else "free"
+        return "retired" if self.epoch is not None else "free"
 
     @property
     def evictable(self) -> bool:
-        return self.status == "cached" and not self.pins and self.epoch is None
+        return self.status == "cached" and self.epoch is None
 
 
 @dataclass
@@ -61,8 +57,6 @@ class PoolOracle:
     epoch: int | None = None  # the newest one that has not passed
     quotas: dict[bytes, Quota] = field(default_factory=dict)
     namings: int = 0
-    followed: Counter[bytes] = field(default_factory=Counter)  # keys that a reader of events believes to be stored
-    read: int = 0
 
     def __post_init__(self) -> None:
         self.frames = [Frame() for _ in range(self.pool.num_frames)]
@@ -110,11 +104,6 @@ class PoolOracle:
     def evict(self, frame: int) -> None:
         assert self.frames[frame].evictable, f"frame {frame} was evicted, but {self.frames[frame]}"
         self.unpublish(frame)
-
-    def pin(self, frame: int, change: int) -> None:
-        self.unlist(frame)
-        self.frames[frame].pins += change
-        self.enlist(frame)
 
     def advance(self, epoch: int) -> int:
         passed = [frame for frame in self.fences if (self.frames[frame].epoch or 0) <= epoch]
@@ -179,7 +168,6 @@ class PoolOracle:
         counted = {name: len(self.those(name)) for name in ("free", "mapped", "cached", "retired")}
         assert (now.free, now.mapped, now.cached, now.retired) == tuple(counted.values())
         assert now.named == sum(its.key is not None for its in self.frames)
-        assert now.pinned == sum(its.pins for its in self.frames)
         waiting = [its for its in self.frames if its.status == "cached" and its.epoch is not None]
         assert now.pending == counted["retired"] + len(waiting)
         victims = pool.victims(pool.num_frames).tolist()
@@ -189,7 +177,6 @@ class PoolOracle:
         for tenant in self.quotas:
             assert pool.usage(tenant).used == self.used(tenant)
         self.verify_keys()
-        self.follow()
 
     def verify_keys(self) -> None:
         keys = sorted({its.key for its in self.frames if its.key is not None})
@@ -197,24 +184,6 @@ class PoolOracle:
         found = self.pool.find(keys).tolist()
         assert [array.tobytes() for array in self.pool.state] == before, "find changes something"
         assert found == [self.holders(key)[-1] for key in keys]
-
-    def follow(self) -> None:
-        """Read the events as a router does, and compare what it believes with the pool."""
-        try:
-            events = self.pool.events(self.read)
-        except EventsLost:
-            snapshot = self.pool.snapshot()
-            events, self.read = snapshot.as_events(), snapshot.sequence
-        for event in events:
-            self.read = max(self.read, event.sequence)
-            if isinstance(event, AllBlocksCleared):
-                self.followed.clear()
-            else:
-                (key,) = event.block_hashes
-                self.followed[key] += 1 if isinstance(event, BlockStored) else -1
-        stored = {key for key, count in self.followed.items() if count}
-        assert stored == {its.key for its in self.frames if its.key is not None}
-        assert set(self.followed.values()) <= {0, 1}
 
 
 def everything(pool: FramePool) -> list[bytes]:

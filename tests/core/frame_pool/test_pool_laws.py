@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pagedkv.core import FramePool
-from pagedkv.errors import ConcurrentUse, EventsLost, InvalidRequest, InvariantViolation, OutOfFrames, QuotaExceeded
+from pagedkv.core.policies import POLICIES
+from pagedkv.errors import ConcurrentUse, InvalidRequest, InvariantViolation, OutOfFrames, QuotaExceeded
 from tests.core.frame_pool.oracle import everything, key, named
 
 pytestmark = pytest.mark.strict
@@ -20,7 +21,7 @@ compiled_only = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="only a comp
 
 @pytest.fixture
 def pool() -> FramePool:
-    return FramePool(8, key_bytes=8, events=64)
+    return FramePool(8, key_bytes=8)
 
 
 # -- references --------------------------------------------------------------------------------------------------------
@@ -158,29 +159,26 @@ def test_each_policy_ranks_by_what_it_knows() -> None:
     assert order("2q", *plain, used=0) == [1, 2, 0]
     assert order("lfu", *plain, used=0) == [1, 2, 0]
     assert order("cost", (0, {"positions": [100_000]}), (1, {}), (2, {"positions": np.array([0])})) == [1, 2, 0]
-    assert order("priority", (0, {"retain": (4.0, 100.0)}), (1, {}), (2, {})) == [1, 2, 0]
-    with pytest.raises(InvalidRequest, match="which has no priorities"):
-        order("lru", (0, {"retain": (4.0, 100.0)}))
     for wrong in ([1, 2], [-1], [0.5], [[1]]):
         with pytest.raises(InvalidRequest, match="positions of shape"):
             order("cost", (0, {"positions": wrong}))
 
 
-def test_a_priority_lasts_for_as_many_takes_as_its_half_life_says() -> None:
-    small = FramePool(8, key_bytes=8, policy="priority")
-    kept, plain, late = (named(small, number)[0] for number in range(3))
-    small.drop(kept, retain=(2.0, 3.0))
-    small.drop(plain)
-    assert small.victims(8).tolist() == [plain, kept]
-    for _ in range(2):
-        small.drop(small.take(1))
-        small.drop(small.take_one())
-    small.drop(late)
-    assert small.victims(8).tolist() == [plain, kept, late], "four takes have passed"
+def test_each_take_is_a_tick_of_the_clock() -> None:
+    """Two lists compete by the time that their oldest frames have waited; without a clock, pages used once go first."""
+    small = FramePool(8, key_bytes=8, policy="2q")
+    again = named(small, *range(5))
+    small.share(again)
+    small.drop(again + again)
+    once = named(small, 9)
+    small.drop(small.take(1))
+    small.drop(small.take_one())
+    small.drop(once)
+    assert small.victims(1).tolist() == again[:1]
 
 
 def test_victims_changes_nothing_and_is_what_eviction_does_next() -> None:
-    for policy in ("lru", "2q", "lfu", "cost", "priority"):
+    for policy in POLICIES:
         small = FramePool(32, key_bytes=8, policy=policy)
         small.set_quota(b"acme", soft=3, protected=2)
         for number in range(24):
@@ -200,44 +198,12 @@ def test_victims_changes_nothing_and_is_what_eviction_does_next() -> None:
             assert small.names([frame]) == [None], f"{policy}: {expected}"
 
 
-def test_a_pinned_frame_is_neither_evicted_nor_reused(pool: FramePool) -> None:
-    (cached, plain), scratch = named(pool, 1, 2), pool.take_one()
-    pool.pin([cached, cached, scratch])
-    pool.drop([cached, plain, scratch])
-    assert pool.victims(8).tolist() == [plain]
-    assert not {cached, scratch} & set(pool.take(6).tolist())
-    with pytest.raises(OutOfFrames) as short:
-        pool.take_one()
-    assert short.value.pending == 1  # the one without a key is free after its pin
-    pool.unpin([cached, scratch])
-    assert (pool.stats().pinned, pool.stats().free) == (1, 1)
-    for wrong in ([cached, cached], [plain], [8]):
-        before = everything(pool)
-        with pytest.raises(InvalidRequest):
-            pool.unpin(wrong)
-        assert everything(pool) == before
-    pool.unpin(cached)
-    assert pool.victims(8).tolist() == [cached]
-
-
-def test_pins_hold_no_more_than_their_share(pool: FramePool) -> None:
-    frames = pool.take(5)
-    assert pool.max_pinned == 4
-    for wrong, why in ((frames, "0 pins of at most 4"), ([7], "neither referenced nor cached"), ([8], "no frame")):
-        before = everything(pool)
-        with pytest.raises(InvalidRequest, match=why):
-            pool.pin(wrong)
-        assert everything(pool) == before
-
-
 def test_a_dropped_frame_waits_for_its_epoch(pool: FramePool) -> None:
     (first, second), scratch = named(pool, 1, 2), pool.take_one()
     pool.retire(7)
     pool.drop([first, scratch])
     assert (pool.stats().pending, pool.stats().retired, pool.available) == (2, 1, 5)
     assert pool.find([key(1)]).tolist() == [first], "work in flight does not hide a key"
-    with pytest.raises(InvalidRequest, match="no such pin"):
-        pool.unpin(first)  # the fence is no pin of the caller
     with pytest.raises(InvalidRequest, match="epoch 7 was opened already"):
         pool.retire(7)
     with pytest.raises(InvalidRequest, match="the newest one is 7"):
@@ -248,7 +214,7 @@ def test_a_dropped_frame_waits_for_its_epoch(pool: FramePool) -> None:
     assert pool.stats().cached == 2
 
 
-# -- tenants, events, safety -------------------------------------------------------------------------------------------
+# -- tenants, safety ---------------------------------------------------------------------------------------------------
 
 
 def test_a_tenant_holds_no_more_than_its_quota_and_makes_room_itself(pool: FramePool) -> None:
@@ -283,21 +249,6 @@ def test_a_protected_share_is_not_evicted_for_others(pool: FramePool) -> None:
     assert pool.usage(b"acme").used == 2
 
 
-def test_a_reader_that_falls_behind_begins_again_from_a_snapshot() -> None:
-    small = FramePool(8, key_bytes=3, events=3)
-    frames = small.take(5)
-    small.publish(frames, [bytes([number, 0, 9]) for number in range(5)])
-    with pytest.raises(EventsLost):
-        small.events(0)
-    snapshot = small.snapshot()
-    assert {block.block_hashes[0] for block in snapshot.blocks} == {bytes([number, 0, 9]) for number in range(5)}
-    small.unpublish([int(frames[2])])
-    (event,) = small.events(snapshot.sequence)
-    assert event.block_hashes == (bytes([2, 0, 9]),)  # type: ignore[union-attr]
-    with pytest.raises(InvalidRequest, match="events=N"):
-        FramePool(2).events(0)
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -305,9 +256,7 @@ def test_a_reader_that_falls_behind_begins_again_from_a_snapshot() -> None:
         ({"key_bytes": 0}, "key_bytes"),
         ({"policy": "mru"}, "policy"),
         ({"twins": 1}, "twins"),
-        ({"events": -1}, "events"),
         ({"watermark": 1.0}, "watermark"),
-        ({"max_pinned": 2.0}, "max_pinned"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object], why: str) -> None:
@@ -318,7 +267,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], why:
 @pytest.mark.parametrize("wrong", [True, 1.5, "3", [1.0], [[1]], [True], None, [2**31], [2**70], [[1], [1, 2]]])
 def test_frames_of_another_form_are_refused(pool: FramePool, wrong: object) -> None:
     pool.take(8)
-    for call in (pool.share, pool.drop, pool.unpublish, pool.pin, pool.unpin, pool.names, pool.take):
+    for call in (pool.share, pool.drop, pool.unpublish, pool.names, pool.take):
         before = everything(pool)
         with pytest.raises(InvalidRequest):
             call(wrong)  # type: ignore[operator]
@@ -386,7 +335,7 @@ def test_threads_that_take_and_drop_at_once_lose_no_frame(monkeypatch: pytest.Mo
 
 def test_a_call_during_a_guarded_call_of_another_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
-    small = FramePool(8, key_bytes=8, events=4)
+    small = FramePool(8, key_bytes=8)
     inside, leave = threading.Event(), threading.Event()
 
     class Slow:
@@ -395,7 +344,7 @@ def test_a_call_during_a_guarded_call_of_another_thread_is_refused(monkeypatch: 
             leave.wait(10)
             return 0
 
-    thread = threading.Thread(target=lambda: small.events(Slow()))  # type: ignore[arg-type]
+    thread = threading.Thread(target=lambda: small.evict(Slow()))  # type: ignore[arg-type]
     thread.start()
     assert inside.wait(10)
     with pytest.raises(ConcurrentUse, match=r"FramePool\.take was called while another call"):
@@ -410,7 +359,6 @@ def test_a_call_during_a_guarded_call_of_another_thread_is_refused(monkeypatch: 
 def test_a_corrupted_pool_is_seen(pool: FramePool) -> None:
     frames = named(pool, 1, 2, 3)
     pool.drop(frames[:2])
-    pool.pin(frames[1:])
     changes = [
         (pool.state.frames["refs"], frames[0], 1),
         (pool.state.frames["pins"], frames[1], 1),

@@ -26,12 +26,9 @@ class PoolMachine(RuleBasedStateMachine):
         key_bytes=some.sampled_from([1, 4, 7, 8]),
         policy=some.sampled_from(["lru", "lru", *sorted(POLICIES)]),
         twins=some.booleans(),
-        events=some.sampled_from([2, 9, 1000]),
     )
-    def build(self, num_frames: int, key_bytes: int, policy: str, twins: bool, events: int) -> None:
-        self.pool = FramePool(
-            num_frames, key_bytes=key_bytes, policy=policy, twins=twins, events=events, max_pinned=1.0
-        )
+    def build(self, num_frames: int, key_bytes: int, policy: str, twins: bool) -> None:
+        self.pool = FramePool(num_frames, key_bytes=key_bytes, policy=policy, twins=twins)
         self.oracle = PoolOracle(self.pool)
         self.twins, self.opened = twins, 2**31 - 3  # epochs are kept modulo 2**31
 
@@ -172,9 +169,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        if any(its.pins for its in self.oracle.frames):
-            self.refused(InvalidRequest, self.pool.forget)
-            return
         free = len(self.oracle.those("free"))
         freed = self.pool.forget()
         self.oracle.forget()
@@ -190,33 +184,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert everything(self.pool) == before
         assert self.pool.evict(count) == len(expected) == min(count, len(self.oracle.victims()))
         assert sorted(self.evicted()) == sorted(expected)
-
-    @rule(pinned=some.lists(FRAMES, max_size=3))
-    def pin(self, pinned: list[int]) -> None:
-        total = sum(its.pins for its in self.oracle.frames)
-        if (
-            any(
-                frame >= self.pool.num_frames or self.oracle.frames[frame].status not in ("mapped", "cached")
-                for frame in pinned
-            )
-            or total + len(pinned) > self.pool.max_pinned
-        ):
-            self.refused(InvalidRequest, lambda: self.pool.pin(pinned))
-            return
-        self.pool.pin(pinned)
-        for frame in pinned:
-            self.oracle.pin(frame, 1)
-
-    @rule(data=some.data(), wrong=some.lists(FRAMES, max_size=1))
-    def unpin(self, data: some.DataObject, wrong: list[int]) -> None:
-        pins = [frame for frame, its in enumerate(self.oracle.frames) for _ in range(its.pins)]
-        unpinned = data.draw(some.lists(some.sampled_from(pins), max_size=4)) + wrong if pins else wrong
-        if any(unpinned.count(frame) > pins.count(frame) for frame in unpinned):
-            self.refused(InvalidRequest, lambda: self.pool.unpin(unpinned))
-            return
-        self.pool.unpin(unpinned)
-        for frame in unpinned:
-            self.oracle.pin(frame, -1)
 
     @rule(more=some.integers(1, 3))
     def retire(self, more: int) -> None:

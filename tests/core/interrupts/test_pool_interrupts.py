@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from types import FrameType
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from pagedkv.core import FramePool
-from pagedkv.core.prefix.events import Event
 from tests.core.frame_pool.oracle import key
 from tests.interrupts import Interrupter, count_instructions
 
@@ -26,8 +24,6 @@ def life(pool: FramePool) -> None:
     pool.drop([pool.take_one(tenant=b"acme")], last=True)
     pool.drop(taken[:2])
     pool.retire(3)
-    pool.pin(taken[0])
-    pool.unpin(taken[0])
     pool.advance(3)
     pool.victims(2)
     pool.evict(1)
@@ -36,10 +32,10 @@ def life(pool: FramePool) -> None:
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(step: int) -> None:
-    life(FramePool(8, key_bytes=8, events=8))  # compiles what is not compiled yet
-    total = count_instructions(lambda: life(FramePool(8, key_bytes=8, events=8)))
+    life(FramePool(8, key_bytes=8))  # compiles what is not compiled yet
+    total = count_instructions(lambda: life(FramePool(8, key_bytes=8)))
     for at in range(1, total + 1, step):
-        pool = FramePool(8, key_bytes=8, events=8)
+        pool = FramePool(8, key_bytes=8)
         try:
             Interrupter(at).run(lambda pool=pool: life(pool))
         except KeyboardInterrupt as why:
@@ -47,9 +43,6 @@ def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(step: int) -
         try:
             pool.check()
             pool.recover(np.zeros(8, np.int64))
-            pool.unpin(
-                [frame for frame in range(8) for _ in range(int(pool.stats().pinned)) if _is_pinned(pool, frame)]
-            )
             pool.retire(9)
             pool.advance(9)
             pool.forget()
@@ -58,36 +51,6 @@ def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(step: int) -
             assert pool.take(8, tenant=b"acme").shape == (8,)
         except Exception as error:
             raise AssertionError(f"after an interrupt at {where}: {error}") from error
-
-
-@pytest.mark.parametrize("verb", ["events", "snapshot"])
-def test_an_interrupted_reader_of_events_misses_none(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
-
-    def lived() -> FramePool:
-        pool = FramePool(8, key_bytes=8, events=32)
-        frames = pool.take(3).tolist()
-        pool.publish(frames, [key(number) for number in range(3)])
-        pool.drop(frames)
-        return pool
-
-    def read(pool: FramePool) -> object:
-        return pool.events(0) if verb == "events" else pool.snapshot()
-
-    def rest(pool: FramePool) -> list[Event]:
-        pool.evict(2)
-        return pool.events(0)
-
-    expected, counted = rest(lived()), lived()
-    for at in range(1, count_instructions(lambda: read(counted)) + 1):
-        pool = lived()
-        with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(lambda pool=pool: read(pool))
-        assert rest(pool) == expected, f"instruction {at}"
-
-
-def _is_pinned(pool: FramePool, frame: int) -> bool:
-    return int(pool.state.frames["pins"][frame]) > int(pool.state.frames["place"][frame] == 33)
 
 
 def test_compiled_calls_run_no_python() -> None:
@@ -99,8 +62,8 @@ def test_compiled_calls_run_no_python() -> None:
         if event == "call" and "numba" in frame.f_code.co_filename and caller and _is_ours(caller):
             ran.add((caller.f_code.co_name, frame.f_code.co_name))
 
-    life(FramePool(8, key_bytes=8, events=8))
-    pool = FramePool(8, key_bytes=8, events=8)
+    life(FramePool(8, key_bytes=8))
+    pool = FramePool(8, key_bytes=8)
     pool.set_quota(b"acme", hard=4)  # the first quota packs a new State, which changes nothing yet
     sys.setprofile(look)
     try:

@@ -128,9 +128,8 @@ def test_a_log_that_went_round_unread_begins_again_from_a_snapshot() -> None:
 
 def test_a_page_without_prefix_is_removed_only_with_its_twin() -> None:
     """A page loses its prefix, and an equal page is computed: two frames have one name, and one can be found."""
-    mm = watched(num_frames=8)
-    orphan = grown(mm, [1] * 9)
-    orphan.punch(0, 1)
+    mm = MemoryManager(8, 4, groups=(Group(window=4),), observe=Observe(events=64))
+    orphan = grown(mm, [1] * 9)  # page 0 is behind its window
     assert mm.evict(1) == 1
     twin = grown(mm, [1] * 9)
     reader = Follower(mm, since=0)
@@ -151,7 +150,7 @@ def test_a_snapshot_has_prefixes_before_what_follows_them() -> None:
     for _ in range(30):
         grown(mm, rng.integers(0, 2, rng.integers(4, 17)).tolist()).release()
     known: set[bytes] = set()
-    for block in mm.snapshot().blocks:
+    for block in mm.events_snapshot().blocks:
         assert block.parent_block_hash is None or block.parent_block_hash in known
         known.update(block.block_hashes)
     assert known == findable(mm)
@@ -162,7 +161,7 @@ def test_a_snapshot_as_events_resynchronises_a_reader_that_knows_events_only() -
     grown(mm, [1] * 9)
     reader = Follower(mm, since=0)
     reader.names = {b"stale"}
-    for event in mm.snapshot().as_events():
+    for event in mm.events_snapshot().as_events():
         reader.follow(event)
     assert reader.names == findable(mm)
 
@@ -282,7 +281,7 @@ def test_the_form_of_sglang_is_an_array_with_its_type_first_and_short_hashes() -
 
 def test_a_manager_that_keeps_no_events_says_how_to_keep_them() -> None:
     mm = MemoryManager(4, 4)
-    for ask in (lambda: mm.events(0), mm.snapshot):
+    for ask in (lambda: mm.events(0), mm.events_snapshot):
         with pytest.raises(InvalidRequest, match=r"observe=Observe\(events=N\)"):
             ask()
     assert mm.state.log.nbytes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.core import MemoryManager
+from pagedkv.core import Group, MemoryManager
 from tests.core.oracle import grown
 
 
@@ -37,21 +37,30 @@ def test_tokens_at_the_ends_of_int32_are_tokens_like_others(mm: MemoryManager) -
 
 def test_a_page_is_not_found_after_the_successor_of_its_parent_even_if_that_holds_the_same() -> None:
     """The parent was evicted and computed again in the same frame: it has another generation, and no successor yet."""
-    mm = MemoryManager(num_frames=3, block_size=1)
-    window = grown(mm, [1, 2, 3])
-    parent = int(window.pages[0])
-    window.punch(0, 1)
-    mm.evict(1)
-    assert grown(mm, [1]).pages.tolist() == [parent]
-    assert len(mm.open([1, 2, 3])) == 1
+    mm = MemoryManager(num_frames=3, block_size=1, groups=(Group(window=2),))
+    kept = grown(mm, [1, 2, 3])
+    parent = int(mm.state.frames["parent"][kept.pages[2]])
+    assert mm.evict(3) == 2
+    assert grown(mm, [1, 2]).pages[1] == parent
+    assert mm.lookup([1, 2, 3, 4]) == 2
+    mm.check()
+
+
+def test_an_evicted_parent_cannot_be_taken_for_its_successor() -> None:
+    """The frame is reused for other tokens; successors of the old page must not be found after the new one."""
+    mm = MemoryManager(num_frames=3, block_size=1, groups=(Group(window=2),))
+    kept = grown(mm, [1, 2, 3])
+    parent = int(mm.state.frames["parent"][kept.pages[2]])
+    assert mm.evict(3) == 2
+    impostors = {int(grown(mm, [token]).pages[0]): token for token in (7, 8)}
+    assert mm.lookup([impostors[parent], 3, 4]) == 1
     mm.check()
 
 
 def test_a_page_without_its_prefix_is_not_left_cached() -> None:
-    mm = MemoryManager(num_frames=4, block_size=1)
-    window = grown(mm, [1, 2, 3, 4])
-    window.punch(0, 2)
-    mm.evict(2)
-    window.release()
+    mm = MemoryManager(num_frames=4, block_size=1, groups=(Group(window=2),))
+    kept = grown(mm, [1, 2, 3, 4])
+    assert mm.evict(4) == 3
+    kept.release()
     mm.check()
     assert mm.stats().cached == 0

@@ -17,7 +17,6 @@ PROMPT = list(range(30))
 IMAGE = 99  # the placeholder of an image: every image has this token
 
 
-@pytest.mark.parametrize("match", ["page", "token"])
 @pytest.mark.parametrize(
     ("salt", "known"),
     [
@@ -31,25 +30,12 @@ IMAGE = 99  # the placeholder of an image: every image has this token
         (b"adapter", 0),
     ],
 )
-def test_pages_are_shared_up_to_the_first_salt_that_differs(
-    match: str, salt: bytes | dict[int, bytes], known: int
-) -> None:
-    mm = MemoryManager(64, 4, match=match)
+def test_pages_are_shared_up_to_the_first_salt_that_differs(salt: bytes | dict[int, bytes], known: int) -> None:
+    mm = MemoryManager(64, 4)
     grown(mm, PROMPT, salt={9: b"cat"}).release()
     assert mm.lookup(PROMPT, salt=salt) == mm.why(PROMPT, salt=salt).tokens_matched == known
     assert len(mm.open(PROMPT, salt=salt)) == known
     mm.check()
-
-
-def test_a_part_of_a_page_is_shared_without_salts_alone() -> None:
-    mm = MemoryManager(16, 4, match="token")
-    grown(mm, PROMPT[:8])
-    grown(mm, [IMAGE] * 8, salt={5: b"cat"})
-    other = [*PROMPT[:6], 77, 77, 77]
-    assert mm.lookup(other) == 6
-    assert mm.lookup(other, salt={5: b"cat"}) == 4
-    assert mm.lookup([IMAGE] * 7 + [0, 0], salt={6: b"cat"}) == 4
-    assert mm.lookup([IMAGE] * 7 + [0, 0]) == 4
 
 
 def test_bytes_are_a_salt_at_position_0(mm: MemoryManager) -> None:
@@ -178,21 +164,12 @@ def test_a_root_whose_number_was_reused_has_the_salts_of_its_time() -> None:
     assert [event.salts for event in stored] == [((2, b"image %d" % number),) for number in range(40)]
 
 
-def test_a_page_with_another_salt_is_another_page_to_the_hit_curve() -> None:
-    one, many = (MemoryManager(64, 4, observe=Observe(reuse=512)) for _ in range(2))
-    for turn in range(20):
-        grown(one, PROMPT[:9], salt={1: b"cat"}).release()
-        grown(many, PROMPT[:9], salt={1: b"image %d" % turn}).release()
-    assert one.hit_curve([64])[64] > 0.9
-    assert many.hit_curve([64])[64] == 0
-
-
 def test_memory_for_salts_comes_with_the_first_salt_and_a_resize_keeps_it(mm: MemoryManager) -> None:
     grown(mm, PROMPT[:9])
-    assert len(mm.state.details) == 0
+    assert len(mm.state.salts) == 0
     assert mm.lookup(PROMPT[:9], salt={5: b"cat"}) == 4
     grown(mm, PROMPT[:9], salt={5: b"cat"})
-    assert len(mm.state.details) == 16
+    assert len(mm.state.salts) == 16
     for frames in (24, 12):
         mm.resize(frames)
         assert mm.lookup(PROMPT[:9]) == mm.lookup(PROMPT[:9], salt={5: b"cat"}) == 8
@@ -213,7 +190,7 @@ def test_an_open_that_fails_after_the_first_salt_loses_nothing(mm: MemoryManager
 
 def test_check_sees_a_page_with_the_salts_of_another(mm: MemoryManager) -> None:
     space = grown(mm, PROMPT[:9], salt={5: b"cat"})
-    mm.state.details[space.pages[1], st.SALT] = 0
+    mm.state.salts[space.pages[1]] = 0
     with pytest.raises(InvariantViolation):
         mm.check()
 

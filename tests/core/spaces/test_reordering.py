@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager
 from pagedkv.errors import InvalidRequest, PlanConflict, StaleHandle
 from tests.core.oracle import everything, grown
 
@@ -38,7 +38,7 @@ def test_the_same_order_takes_no_space_and_no_frame(mm: MemoryManager) -> None:
 
 
 def test_a_beam_that_ends_gives_its_frames_back_and_its_handle_is_stale() -> None:
-    mm = MemoryManager(16, 4, observe=Observe(reuse=16))
+    mm = MemoryManager(16, 4)
     beams = [grown(mm, [beam] * 7) for beam in range(3)]
     free = mm.stats().free
     result = mm.reorder(beams, [0, 0, 0])

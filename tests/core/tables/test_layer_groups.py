@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager
 from pagedkv.core import state as st
 from pagedkv.core.prefix import index
 from pagedkv.core.tables.layer_groups import usable_length
@@ -164,17 +164,11 @@ def test_a_sequence_is_not_truncated_to_a_length_whose_window_is_gone(two: Memor
 
 
 @pytest.mark.parametrize("groups", [(Group(window=8),), (Group(), Group(window=8))], ids=["one", "two"])
-def test_a_page_that_a_window_gave_back_is_not_called_punched(groups: tuple[Group, ...]) -> None:
-    """The length lies inside of such a page."""
+def test_a_sequence_is_not_truncated_into_a_page_that_was_given_back(groups: tuple[Group, ...]) -> None:
     mm = MemoryManager(64, 4, groups=groups)
     space = grown(mm, PROMPT)
     with pytest.raises(InvalidRequest, match=r"sees 8 positions back, .* given back at length 30; .* a larger keep"):
         space.truncate(10)
-    other = grown(mm, PROMPT)
-    other.punch(6, 7)
-    words = "page 6 was punched" if len(groups) == 2 else "sees 8 positions back"
-    with pytest.raises(InvalidRequest, match=words):
-        other.truncate(26)
     mm.check()
 
 
@@ -276,16 +270,6 @@ def test_runs_and_their_mean_know_every_group(two: MemoryManager) -> None:
     assert two.mean_run() == (8 + 1 + 3) / 3
 
 
-def test_the_curve_of_hits_counts_a_frame_in_each_group() -> None:
-    one, many = (MemoryManager(64, 2, groups=(Group(),) * n, observe=Observe(reuse=512)) for n in (1, 4))
-    for turn in range(40):
-        for mm in (one, many):
-            grown(mm, [turn % 7] * 8).release()
-    few = one.hit_curve([2, 8, 16, 64])
-    assert {4 * size: rate for size, rate in few.items()} == many.hit_curve([8, 32, 64, 256])
-    assert len(set(few.values())) > 1
-
-
 def test_the_row_of_another_group_is_not_a_space(two: MemoryManager) -> None:
     space = two.open()
     with pytest.raises(StaleHandle, match="not open"):
@@ -317,7 +301,6 @@ def test_the_table_grows_by_whole_spaces() -> None:
         (lambda: Group(window=4, keep=-1), "int of 0 or more"),
         (lambda: Group(window=4, sinks=-1), "int of 0 or more"),
         (lambda: MemoryManager(4, 4, groups=()), "0 layer groups"),
-        (lambda: MemoryManager(4, 4, groups=(Group(), Group()), match="token"), "match='page'"),
     ],
 )
 def test_impossible_groups_are_refused(make: object, message: str) -> None:

@@ -189,19 +189,6 @@ def test_a_tenant_with_a_quota_has_lists_of_its_own(groups) -> None:
     assert mm.stats().free == 256
 
 
-def test_what_is_computed_after_a_punch_is_found_by_no_prompt(groups) -> None:
-    mm = MemoryManager(128, 4, groups=groups)
-    space = decoded(mm, IDS[:24])
-    space.punch(4, 5)
-    mm.commit(mm.plan([space], [20]), IDS[24:44])
-    mm.check()
-    assert mm.lookup(IDS[:44]) <= 24
-    space.truncate(0)
-    mm.commit(mm.plan([space], [44]), IDS[:44])
-    mm.check()
-    assert mm.lookup([*IDS[:44], 0]) == 44
-
-
 def test_a_sequence_that_is_cut_and_goes_on_is_found_with_its_new_end() -> None:
     mm = MemoryManager(128, 4, groups=(Group(window=9, keep=12),))
     space = decoded(mm, IDS)
@@ -216,6 +203,33 @@ def test_a_sequence_that_is_cut_and_goes_on_is_found_with_its_new_end() -> None:
     space.release()
     mm.check()
     assert mm.lookup([*IDS[:50], *range(10), 0]) == mm.lookup(IDS) == 60
+
+
+def test_the_prefix_of_a_copied_tail_stays_even_behind_a_hole() -> None:
+    mm = MemoryManager(16, 4, groups=(Group(window=8, keep=8),))
+    space = grown(mm, IDS[:21])
+    space.truncate(14)
+    plan = mm.plan([space], [1])  # copies page 3, which stays cached: the pages before it are pinned with it
+    assert plan.splits[:, 3].tolist() == [1]
+    assert mm.evict(16) == 1  # page 4 alone
+    mm.check()
+    mm.commit(plan, [9])
+    mm.check()
+    assert mm.evict(16) == 2  # page 0, and the source of the copy
+    assert not mm.state.frames["pins"].any()
+
+
+def test_a_tail_without_its_prefix_is_copied_and_its_source_freed() -> None:
+    mm = MemoryManager(16, 4, groups=(Group(window=8, keep=8),))
+    space = grown(mm, IDS[:21])
+    assert mm.evict(16) == 1  # page 0
+    space.truncate(14)
+    plan = mm.plan([space], [1])
+    assert plan.splits[:, 3].tolist() == [0]
+    mm.check()
+    mm.commit(plan, [9])
+    mm.check()
+    assert mm.stats().cached == 0
 
 
 def test_a_step_behind_ten_thousand_pages_visits_none_of_them() -> None:

@@ -66,7 +66,7 @@ def test_a_gap_in_the_numbers_is_filled_by_all_that_can_be_found() -> None:
     run(mm, prompt)
     until_known(index, reader, publisher, page_digests(prompt, 4))
     until_known(index, reader, publisher, page_digests(range(20), 4))
-    assert index.size("a") == len(mm.snapshot().blocks)
+    assert index.size("a") == len(mm.events_snapshot().blocks)
     index.drop("a")
     index.drop("a")
     assert index.size("a") == 0
