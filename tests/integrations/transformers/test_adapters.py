@@ -138,13 +138,16 @@ def test_rows_of_equal_tokens_with_other_adapters_share_no_pages(beams: int, ada
     handle.unpatch()
 
 
-def test_a_conversation_that_goes_on_with_an_adapter_for_each_row_leaves_no_pages(adapted: Any) -> None:
+@pytest.mark.parametrize("names", [{"adapter_names": ["a", "b"]}, {}])
+def test_a_conversation_that_goes_on_with_other_adapters_leaves_no_pages(names: Any, adapted: Any) -> None:
     ids = prompts(37, (0,))["input_ids"].repeat(2, 1)
     handle = patch(adapted.get_base_model(), memory="16MiB")
     talk = adapted.generate(input_ids=ids, **OPTIONS, return_dict_in_generate=True)
     more = torch.cat([talk.sequences, ids], 1)
-    adapted.generate(input_ids=more, adapter_names=["a", "b"], **OPTIONS, **{CACHE: talk[CACHE]})
+    adapted.set_adapter("a" if names else "b")
+    adapted.generate(input_ids=more, **names, **OPTIONS, **{CACHE: talk[CACHE]})
     talk[CACHE].close()
+    adapted.set_adapter("a")
     with PagedCache(handle.model.config, pool=handle.pool) as cache:
         assert cache.find(more) == 48  # that the first call has stored
     handle.unpatch()

