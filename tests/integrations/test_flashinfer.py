@@ -239,31 +239,6 @@ def test_a_plan_keeps_no_tensor_of_the_caller() -> None:
     assert torch.equal(wrapper.run(q, pool.cache), out)
 
 
-def test_forward_replaces_options_of_the_plan() -> None:
-    """As engines call it that were written for older versions."""
-    torch.manual_seed(11)
-    pool, q = Pool("NHD", True), torch.randn(6, H, D)
-    prefill, decode = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE), BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    prefill.plan(int32([0, 1, 3, 6]), *pool.tables, *pool.sizes, **FLOAT)
-    decode.begin_forward(*pool.tables, *pool.sizes, **FLOAT)
-    given = {"window_left": 5, "logits_soft_cap": 3.0, "sm_scale": 0.7}
-    plain = {"window": (5, -1), "softcap": 3.0, "scale": 0.7}
-    want, want_lse = attention(q[3:], pool.keys[2], pool.values[2], causal=True, **plain)
-    out, lse = prefill.forward_return_lse(q, pool.cache, causal=True, **given)
-    close(out[3:], want)
-    close(lse[3:], want_lse / math.log(2))
-    found = decode.forward(q[3:], pool.cache, **given)
-    want, _ = attention(q[5:], pool.keys[2], pool.values[2], causal=True, **plain)
-    close(found[2:], want)
-    for wrapper in (prefill, decode):  # vLLM compares these with its layers
-        assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale, wrapper._causal) == (
-            5,
-            3.0,
-            0.7,
-            True,
-        )
-
-
 def test_a_split_of_fixed_size_does_not_see_other_requests() -> None:
     torch.manual_seed(12)
     pool, q = Pool("NHD", True), torch.randn(3, H, D)

@@ -44,8 +44,6 @@ class _PagedWrapper:
            them, `plan` writes to the same tensors in each step, so that a CUDA graph may replay `run`.
     """
 
-    _is_decoding = False
-
     def __init__(
         self, workspace: Tensor, kv_layout: str, fixed: tuple[Tensor | None, ...] | None, jit_args: object
     ) -> None:
@@ -70,24 +68,6 @@ class _PagedWrapper:
         """Return whether a CUDA graph may replay `run`."""
         return self._fixed is not None
 
-    # vLLM compares these with the layers that it calls `run` for.
-
-    @property
-    def _window_left(self) -> int:
-        return self._planned.window_left
-
-    @property
-    def _sm_scale(self) -> float | None:
-        return self._planned.scale
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return float(self._planned.options["softcap"])
-
-    @property
-    def _causal(self) -> bool:
-        return bool(self._planned.options["causal"])
-
     @property
     def _planned(self) -> _Plan:
         if self._plan is None:
@@ -97,16 +77,9 @@ class _PagedWrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Do nothing: kernels here keep no state in a workspace."""
 
-    def end_forward(self) -> None:
-        """Do nothing, as in flashinfer."""
-
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """Return `run` with return_lse=True."""
         return self.run(*args, **{**options, "return_lse": True})
-
-    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
-        """Return `forward` with return_lse=True."""
-        return self.forward(*args, **{**options, "return_lse": True})
 
     def _set_plan(
         self, queries: Tensor, tables: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None, sizes: tuple[int, ...],
@@ -181,20 +154,6 @@ class _PagedWrapper:
         kept.seq_lens.copy_(batch.seq_lens)
         kept.cu_seqlens_q.copy_(batch.cu_seqlens_q)
         return kept
-
-    def forward(
-        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *, causal: bool | None = None,
-        pos_encoding_mode: str = "NONE", window_left: int = -1, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, return_lse: bool = False, **scales: Any,
-    ) -> Any:  # fmt: skip
-        """Replace options of the plan, and run. flashinfer deprecates it, and engines written for it call it so.
-
-        causal: None for False in the wrapper for prompts, and True in that for decoding. scales: see `run`.
-        """
-        plan, is_causal = self._planned, self._is_decoding if causal is None else causal
-        options = {**plan.options, **self._options(pos_encoding_mode, logits_soft_cap, is_causal)}
-        self._plan = replace(plan, scale=sm_scale, window_left=window_left, options=options, served={})
-        return self.run(q, paged_kv_cache, return_lse=return_lse, **scales)
 
     def run(
         self,
@@ -279,8 +238,6 @@ def _factor(name: str, scale: Any) -> float:
 class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
     """Attention of a few queries of each request, in a step of decoding."""
 
-    _is_decoding = True
-
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -342,8 +299,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
             pos_encoding_mode=pos_encoding_mode, scale=sm_scale, window_left=window_left, causal=True,
             soft_cap=logits_soft_cap, split_pages=fixed_split_size, least=None if q_len_per_req == 1 else q_len_per_req,
         )  # fmt: skip
-
-    begin_forward = plan
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
@@ -411,8 +366,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
             custom_mask, pos_encoding_mode=pos_encoding_mode, scale=sm_scale,
             window_left=window_left, causal=causal, soft_cap=logits_soft_cap, split_pages=fixed_split_size,
         )  # fmt: skip
-
-    begin_forward = plan
 
 
 def _refuse_unserved(others: dict[str, Any]) -> None:

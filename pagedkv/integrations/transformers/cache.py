@@ -530,7 +530,7 @@ class PagedCache(Cache):
         """Give all pages back; the cache is empty, and may be used again."""
         with self.pool.lock:
             self.pending = None
-            self.holdings.release(self.pool)
+            self.holdings.release(self.pool.kv if self.pool.is_ready else None)
             if self._is_identified:
                 self.pool.forget_others()  # the weights changed meanwhile
             self._columns, self._mask, self._lacking = 0, None, {}

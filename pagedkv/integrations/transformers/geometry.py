@@ -82,7 +82,8 @@ class Geometry:
             raise InvalidRequest(refusal(config, f"pages serve full and sliding attention, and it has {what}"))
         windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
         cached = tuple(number for number, kind in enumerate(kinds) if kind != "DummyLayer")
-        return cls(windows, cached, not any(kind in _CHANGING_ROTATION for kind in _rotations(text)))
+        rotations = repr([getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")])  # or of layers
+        return cls(windows, cached, not any(repr(kind) in rotations for kind in _CHANGING_ROTATION))
 
     def specs(self, shapes: dict[int, Shape], block_size: int, kv_dtype: str | None) -> tuple[list[KVSpec], list[int]]:
         """Return the spec of each layer group, and the group of each cached layer. shapes: of each cached layer."""
@@ -139,18 +140,3 @@ def said(error: Exception) -> str:
 def refusal(config: Any, why: str) -> str:
     """Return the sentence that refuses a model because of `why`."""
     return f"a model of type {config.model_type!r} keeps the cache of transformers: {why}"
-
-
-def _rotations(config: Any) -> Iterator[str]:
-    """Yield the kinds of rotary embedding in a config, also of layers with their own."""
-    for name in ("rope_parameters", "rope_scaling"):
-        yield from _kinds_in(getattr(config, name, None))
-
-
-def _kinds_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        kind = value.get("rope_type", value.get("type"))
-        if isinstance(kind, str):
-            yield kind
-        for inner in value.values():
-            yield from _kinds_in(inner)

@@ -17,30 +17,22 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from pagedkv import AddressSpace, KVLayer, KVSpec, PagedBatch, PagedKVCache, paged_attention
+from pagedkv import KVLayer, KVSpec, PagedBatch, PagedKVCache, paged_attention
 from pagedkv.core import Stats
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_of
 from pagedkv.integrations.transformers.identity import fingerprint
+from pagedkv.integrations.transformers.step import Holdings
 from pagedkv.tiers import Fetch, Tier, tiers_of
 
 PAUSE: Final = 0.0005
 """Seconds between two looks at pages on their way from tiers."""
 
 
-class Holdings(Protocol):
-    """The holdings of a cache in its pool, see step.Holdings."""
-
-    spaces: list[AddressSpace]
-
-    def release(self, pool: Pool) -> None:
-        """Give everything back."""
-
-
 class Member(Protocol):
     """A cache of the pool, see cache.PagedCache."""
 
-    holdings: Any
+    holdings: Holdings
 
     def settle_ended(self) -> None:
         """Commit the step if its forward pass has ended. Another thread may be in one that has not."""
@@ -238,7 +230,7 @@ class Pool:
     def sweep(self) -> None:
         """Give back the holdings of caches that were collected."""
         while self._dropped:
-            self._dropped.popleft().release(self)
+            self._dropped.popleft().release(self._kv)
 
     def fetch(self, rows: Sequence[Sequence[int]], salt: bytes) -> list[Fetch]:
         """Bring pages of these prompts up from the tiers. They stay until each fetch is cancelled."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pagedkv import AddressSpace, PagedBatch
-
-if TYPE_CHECKING:
-    from pagedkv.integrations.transformers.pool import Pool
+from pagedkv import AddressSpace, PagedBatch, PagedKVCache
 
 
 @dataclass
@@ -61,15 +58,15 @@ class Holdings:
     spaces: list[AddressSpace] = field(default_factory=list)
     step: Step | None = None
 
-    def release(self, pool: Pool) -> None:
-        """Give everything back. Tokens of a finished step are published first."""
+    def release(self, kv: PagedKVCache | None) -> None:
+        """Give everything back to `kv`. Tokens of a finished step are published first."""
         step, self.step = self.step, None
         spaces, self.spaces = self.spaces, []
-        if not pool.is_ready:
+        if kv is None:
             return
         if step is not None:
             if step.done:
-                pool.kv.commit(step.batch, step.ids)
+                kv.commit(step.batch, step.ids)
             else:
-                pool.kv.abort(step.batch)
-        pool.kv.reorder(spaces, [])
+                kv.abort(step.batch)
+        kv.reorder(spaces, [])

@@ -2,7 +2,7 @@
 
     PAGEDKV_VLLM=1 vllm serve ...           on a CPU: all layers of decoders attend by our kernels, with any block size,
                                             and linear layers without quantisation compute steps of few tokens by
-                                            them; workers ask for huge pages
+                                            them
     vllm serve --attention-backend CUSTOM   on a GPU, or on a CPU beside PAGEDKV_VLLM=1: the same
     vllm serve --scheduler-cls pagedkv.integrations.vllm.scheduler.PagedScheduler      its blocks come from a FramePool
 

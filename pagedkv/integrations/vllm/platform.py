@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any, ClassVar, Final
+from typing import Any
 
 from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -14,24 +13,9 @@ from pagedkv.integrations.vllm import OURS
 _Base: Any = resolve_obj_by_qualname(cpu_platform_plugin() or "vllm.platforms.cpu.CpuPlatform")
 """The platform that vLLM itself would choose: that of some processors has a class of its own."""
 
-HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
-"""The variable with which torch asks Linux for huge pages, for tensors of 2 MiB and more. Torch reads it once."""
-
 
 class PagedCpuPlatform(_Base):  # type: ignore[misc]
     """A platform of CPUs whose attention is ours, unless a layer is MLA, or another backend was asked for by name."""
-
-    additional_env_vars: ClassVar[list[str]] = [*_Base.additional_env_vars, HUGE_PAGES]
-    """The variables that vLLM copies to workers of Ray."""
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Complete the configuration of an engine. vLLM asks before it starts workers, which get this environment.
-
-        Tensors of workers in processes of their own lie on huge pages then, unless HUGE_PAGES is set already.
-        """
-        os.environ.setdefault(HUGE_PAGES, "1")
-        super().check_and_update_config(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(

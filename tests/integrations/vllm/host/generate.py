@@ -4,7 +4,6 @@ job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs":
 A job with "adapter", the folder of a LoRA, uses it for every second prompt.
 A job with "warm", a prompt, computes it first.
 A job with "backend", the path of a class, gives it to vLLM as the backend CUSTOM.
-A job with "pages", true, is told KiB of the engine's processes on huge pages: "huge_pages".
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
 Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache, ...}.
 """
@@ -15,16 +14,7 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-import psutil
-
-
-def huge_pages_of(process: psutil.Process) -> int:
-    """Return the KiB of a process that lie on huge pages."""
-    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
 def main() -> None:
@@ -83,7 +73,6 @@ def main() -> None:
         "logprobs": logprobs,
         "seconds": seconds,
         "preempted": preempted,
-        "huge_pages": sum(map(huge_pages_of, psutil.Process().children(recursive=True))) if job.get("pages") else None,
     }
     json.dump(written, out)
     out.flush()

@@ -12,8 +12,6 @@ from tests.integrations.vllm.host.engines import MODELS, adapter_in, encoder_in,
 
 OURS = {"PAGEDKV_VLLM": "1"}
 SCHEDULER = {"scheduler_cls": "pagedkv.integrations.vllm.scheduler.PagedScheduler"}
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HUGE_PAGES_OF_LINUX = SETTING.read_text() if SETTING.exists() else ""
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +103,6 @@ def test_two_workers_with_half_of_the_heads_each_give_the_tokens_of_vllm(folder:
     assert found["log"].count("Attention by pagedkv") == 2
     assert found["tokens"] == plain["tokens"]
     assert sum(found["hits"][1]) > 0
-
-
-@pytest.mark.skipif("[madvise]" not in HUGE_PAGES_OF_LINUX, reason="Linux does not leave huge pages to programs")
-def test_tensors_lie_on_huge_pages_unless_the_variable_of_torch_says_no(folder: Path) -> None:
-    job = {"prompts": prompts(4, 300), "max_tokens": 4, "pages": True}
-    run: dict[str, Any] = {"model": model_in(folder, "llama"), "job": job}
-    found, small = generate(environ=OURS, **run), generate(environ=OURS | {"THP_MEM_ALLOC_ENABLE": "0"}, **run)
-    assert found["huge_pages"] > 0 == small["huge_pages"]
-    assert found["tokens"] == small["tokens"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
