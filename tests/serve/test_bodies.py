@@ -25,7 +25,7 @@ from pagedkv.serve.bodies import Asked, BadBody, Body, ChatBody, CompletionBody,
 from .server import ANSWER, ASKED, Answer, Server
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-SIZE = 2**22
+SIZE = 2**20
 
 
 def chat(content: Any, **fields: Any) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def test_a_message_is_replayed_as_any_server_sent_it(server: Server) -> None:
 
 
 def filled(begin: str, item: str, end: str) -> bytes:
-    """Return a body of 4 MiB of items."""
+    """Return a body of SIZE bytes of items."""
     count = (SIZE - len(begin) - len(end)) // (len(item) + 1)
     return f"{begin}{','.join([item] * count)}{end}".encode()
 
@@ -245,11 +245,11 @@ def kind_of(name: str) -> type[Body]:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_first_mistake_of_a_large_body_ends_its_reading(name: str) -> None:
-    """Each mistake was an error of its own of 700 bytes, once for each form of a prompt: 18 s for 4 MiB."""
+    """Each mistake was an error of its own of 700 bytes, once for each form of a prompt: 5 s for 1 MiB."""
     began = time.thread_time()
     with pytest.raises(BadBody) as refused:
         read(kind_of(name), LARGE[name])
-    assert time.thread_time() - began < 1, "0.2 s on an idle machine"
+    assert time.thread_time() - began < 0.3, "0.05 s on an idle machine"
     assert len(str(refused.value)) < 1000
     assert refused.value.param is None or len(refused.value.param) < 200
     with pytest.raises(ValueError) as error:  # noqa: PT011 (or no JSON at all)
@@ -267,26 +267,16 @@ def test_brackets_of_a_text_are_no_lists() -> None:
         read(CompletionBody, b'{"prompt": "' + b'\\"[' * SIZE)
 
 
-def test_a_prompt_is_refused_by_its_length_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, encode = Tokenizer.load(BUNDLED), Tokenizer.encode
-
-    def short(self: Tokenizer, text: str, **options: Any) -> list[int]:
-        assert len(text) < 100_000, "a long text was encoded whole"
-        return encode(self, text, **options)
-
-    monkeypatch.setattr(Tokenizer, "encode", short)
-    words = "Otto lives " * 100_000
+def test_a_prompt_of_too_many_tokens_is_refused() -> None:
+    tokenizer, words = Tokenizer.load(BUNDLED), "Otto lives " * 20
     for kind, asked in (
-        (CompletionBody, {"prompt": words}),
         (CompletionBody, {"prompt": ["a", words]}),
-        (CompletionBody, {"prompt": "[{" * 500_000}),
         (CompletionBody, {"prompt": [5] * 31}),
         (CompletionBody, {"prompt": [[5], [5] * 31]}),
-        (ChatBody, chat(words)),
-        (ChatBody, chat([{"type": "text", "text": "Otto lives "}] * 10_000)),
+        (ChatBody, chat([{"type": "text", "text": words}])),
     ):
         body = read(kind, json.dumps(asked).encode())
-        with pytest.raises(InvalidRequest, match=r"the prompt has .*\d tokens, the limit of this server is 30"):
+        with pytest.raises(InvalidRequest, match=r"the prompt has \d+ tokens, the limit of this server is 30"):
             body.prompts(tokenizer, 30)
     for ids in ([5] * 30, [[5], [5] * 30]):
         assert read(CompletionBody, json.dumps({"prompt": ids}).encode()).prompts(tokenizer, 30)[-1] == [5] * 30
