@@ -14,7 +14,6 @@
 |                      |          | none; by default those of the GPUs of the machine that builds                      |
 | PAGEDKV_TIER_KEY     | a text   | the secret of tiers that --tier names: pages written without it are not found      |
 | PAGEDKV_API_KEY      | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
-| PAGEDKV_RANK_TIMEOUT | seconds  | the silence of a rank after which all others end; by default 30                    |
 | PAGEDKV_VLLM         | 1        | vLLM on CPUs: our attention, linear layers, workers that sleep (the default is 0)  |
 """
 
@@ -55,14 +54,6 @@ def forced_num_threads() -> int | None:
     if text is not None and (not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS):
         raise InvalidRequest(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, 1 to {MOST_THREADS}")
     return None if text is None else int(text)
-
-
-def rank_timeout() -> float:
-    """Return PAGEDKV_RANK_TIMEOUT in seconds, by default 30. Raises: InvalidRequest for no whole number of seconds."""
-    text = os.environ.get("PAGEDKV_RANK_TIMEOUT") or "30"
-    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
-        raise InvalidRequest(f"PAGEDKV_RANK_TIMEOUT is {text!r}; it takes whole seconds, 1 to 1000000")
-    return float(text)
 
 
 def asks_for_vllm() -> bool:

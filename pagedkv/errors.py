@@ -15,7 +15,6 @@ PagedKVError
  ├── EngineStopped       the engine behind a stream was closed, or failed
  ├── EventsLost          a reader of events fell behind the log
  ├── ConcurrentUse       two threads used one manager
- ├── RankLost            a process that shares the model has ended; all of them end
  ├── KernelUnavailable   no kernel can run this case; the error has the reasons of each
  ├── CheckpointError     a model folder is missing, damaged or of an unknown kind
  └── InvariantViolation  check() found a broken law; a bug of ours                           (also an AssertionError)
@@ -94,7 +93,7 @@ class DoubleRelease(StaleHandle):
 class PlanConflict(PagedKVError):
     """Raised when a plan is settled twice or out of order, or is outstanding where the operation needs it settled.
 
-    Commit or abort the plans of a space before fork, truncate or punch; abort the newest plan of a space first.
+    Commit or abort the plans of a space before fork or truncate; abort the newest plan of a space first.
     """
 
 
@@ -128,7 +127,7 @@ class EventsLost(PagedKVError):
         self.first_available: int = first_available
         super().__init__(
             f"events {since + 1} to {first_available - 1} are no longer in the log; begin again from "
-            "snapshot() (PagedKVCache.events_snapshot()), and read more often or keep more events (events=)"
+            "events_snapshot(), and read more often or keep more events (events=)"
         )
 
 
@@ -136,13 +135,6 @@ class ConcurrentUse(PagedKVError):
     """Raised when a thread enters a manager during a call of another thread, or one that another thread owns.
 
     Call the manager from one thread, or hold a lock around its calls. A thread that takes the work over calls `own()`.
-    """
-
-
-class RankLost(PagedKVError):
-    """Raised when the processes that share a model can compute no further step: one has ended, or a step failed.
-
-    The KV of the ranks may differ from then on. Start all of them again.
     """
 
 

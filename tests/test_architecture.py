@@ -41,10 +41,9 @@ ARROWS = {
     "checkpoint": {"kernels"},  # the formats of a matrix
     "sampling": {"checkpoint"},  # a grammar reads the tokenizer
     "model": {"core", "kernels", "cache", "checkpoint", "sampling", "tiers"},
-    "distributed": {"core", "kernels", "cache", "checkpoint", "model"},
     "integrations": set(),
     "serve": {"checkpoint", "sampling", "model"},
-    "cli": {"checkpoint", "sampling", "model", "serve", "distributed"},
+    "cli": {"checkpoint", "sampling", "model", "serve"},
 }
 """layer → layers it may import, besides itself and FREE."""
 
@@ -111,7 +110,7 @@ LEVELS = {
 }
 """The parts of a layer (modules or folders), from the lowest level up. A part imports only parts of lower levels."""
 
-MODEL_NAMES = "Completion Engine Limits Request SamplingParams serve_prefills".split()
+MODEL_NAMES = "Completion Engine Limits Request SamplingParams".split()
 """The public names of `pagedkv.model`. Its modules are a reference to read, not an interface to build on."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache

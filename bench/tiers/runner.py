@@ -3,7 +3,6 @@
 store, load              GB/s of a tier by the size of a frame, and its share of the bare transfer (speed.py)
 first token              seconds by the place where the prefix lies, and the share of computing it (first_token.py)
 decode beside transfers  ms of a step while a tier moves bytes (beside.py)
-transfer                 GB/s between two processes, and the share of the bare transport (transfer.py)
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.bench.clock import track
 from pagedkv.bench.generate.models import CONFIG, quick_config
-from pagedkv.bench.progress import track
-from pagedkv.bench.tiers import beside, first_token, speed, transfer
+from pagedkv.bench.tiers import beside, first_token, speed
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
-PARTS: Final = ("speed", "first-token", "beside", "transfer")
+PARTS: Final = ("speed", "first-token", "beside")
 QUICK_SIZES: Final = speed.SIZES[1::2]
 QUICK_CONTEXT: Final = 1024
-TURNS: Final = {"speed": 15, "first-token": 7, "beside": 9, "transfer": 15}
+TURNS: Final = {"speed": 15, "first-token": 7, "beside": 9}
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Asked:
               `quick_config`.
     folder:   a folder of the file system for the disk tier; None for the system's folder of temporary files.
     parts:    names of PARTS; all if empty.
-    sizes:    bytes of frames, for speed and transfer.
+    sizes:    bytes of frames, for speed.
     contexts: tokens of prompts, for first-token.
     """
 
@@ -66,14 +65,13 @@ def measure(report: Callable[[Row], None], asked: Asked) -> None:
     sizes = asked.sizes or (QUICK_SIZES if asked.is_quick else speed.SIZES)
     contexts = asked.contexts or (QUICK_CONTEXT if asked.is_quick else first_token.CONTEXT,)
     config = quick_config() if asked.is_quick else CONFIG
-    turns = {"speed": 5, "first-token": 2, "beside": 2, "transfer": 5} if asked.is_quick else TURNS
+    turns = {"speed": 5, "first-token": 2, "beside": 2} if asked.is_quick else TURNS
     makers: dict[str, Callable[[], Iterable[Row]]] = {
         "speed": lambda: speed.rows(asked.folder, turns["speed"], sizes),
         "first-token": lambda: chain.from_iterable(
             first_token.rows(asked.folder, turns["first-token"], context, config) for context in contexts
         ),
         "beside": lambda: beside.rows(turns["beside"], config=config),
-        "transfer": lambda: transfer.rows(turns["transfer"], sizes),
     }
     for name in track(asked.parts or PARTS, "parts of tiers"):
         for row in makers[name]():

@@ -21,13 +21,12 @@ Two styles of config.json are read. Up to transformers 4: `rope_theta`, `rope_sc
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.checkpoint.fields import Fields, shown
 from pagedkv.checkpoint.files import read_json
-from pagedkv.errors import CheckpointError, InvalidRequest
+from pagedkv.errors import CheckpointError
 from pagedkv.spec import COMPUTE_DTYPES, KVSpec
 
 if TYPE_CHECKING:
@@ -173,31 +172,6 @@ class ModelConfig:
         whole = self.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype)
         return tuple(
             replace(whole, num_layers=len(layers), window=window, sinks=self.sinks) for window, layers in self._groups()
-        )
-
-    def share(self, size: int) -> ModelConfig:
-        """Return the config of one of `size` ranks: its heads and its part of the MLP. The vocabulary stays whole.
-
-        Raises: InvalidRequest if the ranks would not have equal shares
-        """
-        sizes = {
-            "attention heads": self.num_heads,
-            "KV heads": self.num_kv_heads,
-            "columns of the MLP": self.intermediate_size,
-            "tokens in the vocabulary": self.vocab_size,
-        }
-        if uneven := [f"{number:,} {name}" for name, number in sizes.items() if number % size]:
-            most = math.gcd(*sizes.values())
-            fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-            raise InvalidRequest(
-                f"{size} ranks cannot have equal shares of this model, which has {' and '.join(uneven)}; "
-                f"start a number of ranks that divides all its sizes: {fitting}"
-            )
-        return replace(
-            self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=self.num_kv_heads // size,
-            intermediate_size=self.intermediate_size // size,
         )
 
     def _groups(self) -> list[tuple[int | None, list[int]]]:

@@ -19,9 +19,6 @@ from pagedkv.errors import CheckpointError
 MOST_BYTES: Final = 2**24
 """Bytes of a config or an index. The largest published index, of 600 billion parameters, has 9 million."""
 
-SAMPLES: Final = 64
-"""Pieces of a weights file that `weights_sample` reads."""
-
 
 def is_present(folder: Path, name: str) -> bool:
     """Return whether the folder has an entry of this name; a link to nowhere counts as absent."""
@@ -95,27 +92,6 @@ def is_plain_name(name: object) -> bool:
     if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable():
         return False
     return not {"/", "\\"} & set(name) and len(name.encode()) <= 255
-
-
-def weights_sample(folder: Path) -> str:
-    """Return 32 hex digits for parts of each weights file: its size, and SAMPLES pieces of 4 KiB at equal distances.
-
-    A trained copy of a model differs in nearly all pieces. It reads 256 KiB of each file.
-    Raises: CheckpointError if a file cannot be read
-    """
-    digest = xxhash.xxh3_128()
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            regular_files.require(path)
-            with open(path, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                digest.update(f"{path.name} {size}".encode())
-                for number in range(SAMPLES):
-                    file.seek(size * number // SAMPLES)
-                    digest.update(file.read(4096))
-        except OSError as error:
-            raise _unreadable(path, error) from None
-    return digest.hexdigest()
 
 
 def weights_digest(folder: Path) -> str:

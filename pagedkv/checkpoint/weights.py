@@ -12,7 +12,6 @@ account for is an error, not a warning: an ignored bias or quantisation scale me
 On a CPU all tensors lie in one region, on huge pages: clone a tensor before you save or keep it alone.
 With `kind`, the matrices of linear layers are quantised part by part, and no dense copy of one is kept. The embedding
 stays dense, because it is read by rows; a tied head is a matrix of its own.
-With `share`, each tensor is the part of one rank (share.py), and nothing else is read from the files.
 
 A checkpoint is not trusted. The decoder is built twice: first on torch's meta device, which allocates nothing, and then
 in memory. So names, shapes and dtypes of config.json and of the files' headers agree before anything is allocated.
@@ -32,7 +31,6 @@ from safetensors import SafetensorError, safe_open
 from pagedkv import regular_files
 from pagedkv.checkpoint.fields import shown
 from pagedkv.checkpoint.files import is_plain_name, is_present, listed, read_json
-from pagedkv.checkpoint.share import COLUMNS, ROWS, WHOLE, Share
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.kernels import huge_pages
 from pagedkv.kernels.linear.matrix import GROUP, KINDS, Matrix, layout
@@ -107,19 +105,17 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     kind: str | None = None,
-    share: Share = WHOLE,
 ) -> Weights:
     """Load the weights of `folder` for the decoder that `config` describes.
 
     kind: "int8" or "int4" for the matrices of the linear layers; None for `dtype`.
-    share: the part of the weights to load; `config` is that of the whole model, whose sizes it must divide.
     Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config, or if
         the weights are larger than the memory of this machine; InvalidRequest for an unknown kind, or one whose groups
         of columns do not fit the matrices
     """
     if kind is not None and kind not in KINDS:
         raise InvalidRequest(f"weights is {kind!r}; it must be None or one of {', '.join(KINDS)}")
-    source = _Source(folder, dtype, kind, share)
+    source = _Source(folder, dtype, kind)
     _weights(source, config)
     source.refuse_leftovers()
     source.place(device)
@@ -128,7 +124,7 @@ def load_weights(
 
 def _weights(source: _Source, config: ModelConfig) -> Weights:
     """Read all weights. A source on the meta device checks them and reads none."""
-    embedding = source.matrix([("embed_tokens.weight", config.vocab_size)], config.hidden_size, split=ROWS)
+    embedding = source.matrix([("embed_tokens.weight", config.vocab_size)], config.hidden_size)
     return Weights(
         embedding=embedding,
         layers=tuple(_layer(source, config, i) for i in range(config.num_layers)),
@@ -146,7 +142,7 @@ def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor | M
     if is_tied and source.kind is None:
         return embedding
     name = "embed_tokens.weight" if is_tied else source.head
-    return source.linear([(name, config.vocab_size)], config.hidden_size, split=ROWS)
+    return source.linear([(name, config.vocab_size)], config.hidden_size)
 
 
 def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
@@ -162,29 +158,29 @@ def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
         size = c.head_dim if "self_attn" in name else c.hidden_size
         return _norm(source, config, f"{at}.{name}.weight", size) if present else None
 
-    def bias(parts: list[tuple[str, int]], *, present: bool, split: int | None = None) -> Tensor | None:
+    def bias(parts: list[tuple[str, int]], *, present: bool) -> Tensor | None:
         """Read stacked biases [rows], or return None if the family does not have them."""
-        return source.matrix([(f"{name}.bias", rows) for name, rows in parts], split=split) if present else None
+        return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if present else None
 
-    def weight(parts: list[tuple[str, int]], columns: int, split: int) -> Tensor | Matrix:
+    def weight(parts: list[tuple[str, int]], columns: int) -> Tensor | Matrix:
         """Read stacked linear weights [rows, columns]."""
-        return source.linear([(f"{name}.weight", rows) for name, rows in parts], columns, split=split)
+        return source.linear([(f"{name}.weight", rows) for name, rows in parts], columns)
 
     # In a sandwich, `post_attention_layernorm` follows attention; in the other families it comes before the MLP.
     before_mlp = "pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"
     return LayerWeights(
         attention_norm=_norm(source, config, f"{at}.input_layernorm.weight"),
-        qkv=weight(qkv, c.hidden_size, ROWS),
-        qkv_bias=bias(qkv, present=c.qkv_bias, split=ROWS),
+        qkv=weight(qkv, c.hidden_size),
+        qkv_bias=bias(qkv, present=c.qkv_bias),
         q_norm=norm("self_attn.q_norm", present=c.qk_norm),
         k_norm=norm("self_attn.k_norm", present=c.qk_norm),
-        out=weight(out, q_rows, COLUMNS),
+        out=weight(out, q_rows),
         out_bias=bias(out, present=c.output_bias),
         attention_out_norm=norm("post_attention_layernorm", present=c.sandwich_norms),
         mlp_norm=_norm(source, config, f"{at}.{before_mlp}.weight"),
-        gate_up=weight(gate_up, c.hidden_size, ROWS),
-        gate_up_bias=bias(gate_up, present=c.mlp_bias, split=ROWS),
-        down=weight(down, c.intermediate_size, COLUMNS),
+        gate_up=weight(gate_up, c.hidden_size),
+        gate_up_bias=bias(gate_up, present=c.mlp_bias),
+        down=weight(down, c.intermediate_size),
         down_bias=bias(down, present=c.mlp_bias),
         mlp_out_norm=norm("post_feedforward_layernorm", present=c.sandwich_norms),
     )
@@ -202,8 +198,8 @@ class _Source:
     device: the device of the tensors that it makes. META, which allocates nothing, until `place` sets another one.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, kind: str | None, share: Share) -> None:
-        self.folder, self.dtype, self.kind, self.share, self.device = folder, dtype, kind, share, META
+    def __init__(self, folder: Path, dtype: torch.dtype, kind: str | None) -> None:
+        self.folder, self.dtype, self.kind, self.device = folder, dtype, kind, META
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         for file in _files(folder):
@@ -236,8 +232,7 @@ class _Source:
 
     def holds(self, name: str, tensor: Tensor) -> bool:
         """Return whether the rows of the checkpoint's tensor `name`, in the dtype computed in, equal `tensor`."""
-        stored = self._read(name, ROWS)
-        return torch.equal(stored.to(tensor.device, self.dtype), tensor)
+        return torch.equal(self._read(name).to(tensor.device, self.dtype), tensor)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor. On a CPU it lies behind the last one, on a line of its own."""
@@ -253,57 +248,41 @@ class _Source:
         """Return the name under which the checkpoint stores the tensor `name`."""
         return name if name == self.head else self.prefix + name
 
-    def matrix(
-        self, parts: Sequence[tuple[str, int]], columns: int | None = None, *, split: int | None = None
-    ) -> Tensor:
-        """Read tensors and stack them along their rows: [sum of rows, columns], or [sum of rows] without `columns`.
-
-        split: the dimension of each tensor of which this rank has its share; None for the whole tensors.
-        """
+    def matrix(self, parts: Sequence[tuple[str, int]], columns: int | None = None) -> Tensor:
+        """Read tensors and stack them along their rows: [sum of rows, columns], or [sum of rows] without `columns`."""
         tail = () if columns is None else (columns,)
         names = [self._checked(name, (rows, *tail)) for name, rows in parts]
-        heights = self._heights(parts, split)
-        if columns is not None and split == COLUMNS:
-            tail = (columns // self.share.size,)
+        heights = [rows for _, rows in parts]
         stacked = self._empty((sum(heights), *tail), self.dtype)
         if self.device == META:
             return stacked
         for name, place in zip(names, stacked.split_with_sizes(heights), strict=True):
-            place.copy_(self._read(name, split))
+            place.copy_(self._read(name))
         return stacked
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, split: int) -> Tensor | Matrix:
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor | Matrix:
         """Read the stacked weights of a linear layer [sum of rows, columns], quantised if `kind` is given."""
         if self.kind is None:
-            return self.matrix(parts, columns, split=split)
+            return self.matrix(parts, columns)
         names = [self._checked(name, (rows, columns)) for name, rows in parts]
-        heights, width = self._heights(parts, split), columns // (self.share.size if split == COLUMNS else 1)
-        if width % GROUP:
-            of_rank = "" if width == columns else f" on each of {self.share.size} ranks"
+        if columns % GROUP:
             raise InvalidRequest(
                 f"weights={self.kind!r} needs matrices of a multiple of {GROUP} columns, and {names[0]} has "
-                f"{width}{of_rank}; load this model without it"
+                f"{columns}; load this model without it"
             )
-        made = Matrix(*(self._empty(shape, dtype) for shape, dtype in layout(sum(heights), width, self.kind)))
+        made = Matrix(
+            *(self._empty(shape, dtype) for shape, dtype in layout(sum(rows for _, rows in parts), columns, self.kind))
+        )
         row = 0
-        for name, height in zip(names, heights, strict=True):
+        for name, (_, height) in zip(names, parts, strict=True):
             if self.device != META:
-                made.store(row, self._read(name, split).to(self.device))
+                made.store(row, self._read(name).to(self.device))
             row += height
         return made
 
-    def _heights(self, parts: Sequence[tuple[str, int]], split: int | None) -> list[int]:
-        """Return the rows of each part that this rank has."""
-        return [rows // self.share.size if split == ROWS else rows for _, rows in parts]
-
-    def _read(self, name: str, split: int | None) -> Tensor:
-        """Read a tensor by its full name: this rank's run along the dimension `split`, or all of it."""
-        file = self.files[self.file_of[name]]
-        if split is None or self.share.size == 1:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
-        stored = file.get_slice(name)
-        run = self.share.run(stored.get_shape()[split])
-        return stored[run] if split == ROWS else stored[:, run]  # type: ignore[no-any-return]
+    def _read(self, name: str) -> Tensor:
+        """Read a tensor by its full name."""
+        return self.files[self.file_of[name]].get_tensor(name)  # type: ignore[no-any-return]
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the full name of a tensor. Raises: CheckpointError if it is absent, or of a wrong shape or dtype"""

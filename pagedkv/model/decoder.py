@@ -15,10 +15,6 @@ M' only in the Gemma families):
     logits  = cap(norm(x) Whead^T)              only for the tokens asked for: the last one of a prefill
 
 Each line but the two in the middle is one of the operations of pagedkv.kernels.linear, chosen once for a step.
-
-Several ranks may compute one model, each with its share of the weights (checkpoint/share.py). Then H, K and
-`intermediate` above are those of one rank; x is whole on each rank: the embeddings, a Wout^T and (act(g) * u) Wdown^T
-are summed over all ranks, and rank 0 gathers the logits.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ import torch
 from pagedkv.cache import PagedKVCache
 from pagedkv.cache.devices import device_of
 from pagedkv.checkpoint.config import ModelConfig
-from pagedkv.checkpoint.share import WHOLE, Share
 from pagedkv.checkpoint.weights import Weights, load_weights
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear, quant
@@ -63,27 +58,6 @@ class Batches(Protocol):
     def __getitem__(self, layer: int, /) -> PagedBatch: ...
 
 
-class Ranks(Protocol):
-    """The processes that compute one model together. All of them call the same methods in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-
-    def add(self, x: Tensor, /) -> object:
-        """Replace x by its sum over all ranks."""
-
-    def gathered(self, logits: Tensor, out: Tensor | None, /) -> Tensor:
-        """Return the logits of all ranks side by side on rank 0, in `out` if it is given; on the others, `logits`.
-
-        Shapes: logits float32 [N, V / size]; returns float32 [N, V] on rank 0
-        """
-
-
 class BoundLayer(NamedTuple):
     """The write into a layer of a pool, and the attention over it."""
 
@@ -96,13 +70,9 @@ class BoundLayers(tuple[BoundLayer, ...]):
 
 
 class Decoder:
-    """A decoder-only language model over paged memory. It holds weights and no state, so it can serve many caches.
+    """A decoder-only language model over paged memory. It holds weights and no state, so it can serve many caches."""
 
-    ranks: the processes that share the model, `config` and `weights` being the share of this one; None if it is whole.
-    """
-
-    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks | None = None) -> None:
-        self.ranks: Ranks | None = ranks
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config: ModelConfig = config
         self.weights: Weights = weights
         self.dtype: torch.dtype = weights.embedding.dtype
@@ -119,24 +89,19 @@ class Decoder:
         dtype: str | None = None,
         device: str | torch.device = "cpu",
         weights: str | None = None,
-        ranks: Ranks | None = None,
     ) -> Decoder:
         """Load a Hugging Face folder (config.json and safetensors).
 
         dtype: "float32", "bfloat16" or "float16"; None for the dtype of the checkpoint.
         weights: "int8" or "int4" for linear layers of integers with scales; None for `dtype`.
-        ranks: the processes that share the model; None to load all of it.
         Raises: CheckpointError if the folder is missing, damaged or of an unsupported model; InvalidRequest for an
-            unknown name, if the matrices of the model cannot be quantised, or if the ranks cannot have equal shares
+            unknown name, or if the matrices of the model cannot be quantised
         """
         if dtype is not None and dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {dtype!r}; it must be None or one of {', '.join(DTYPES)}")
         config = ModelConfig.load(folder)
         computed_in, where = DTYPES[dtype or config.dtype], device_of(device)
-        share = WHOLE if ranks is None else Share(ranks.rank, ranks.size)
-        own = config.share(share.size)
-        loaded = load_weights(folder, config, dtype=computed_in, device=where, kind=weights, share=share)
-        return cls(own, loaded, ranks)
+        return cls(config, load_weights(folder, config, dtype=computed_in, device=where, kind=weights))
 
     def bind(self, layers: Layers, backend: str | None = None) -> BoundLayers:
         """Return the write and the attention of each layer, checked once for all steps.
@@ -193,7 +158,7 @@ class Decoder:
         ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
         x = self._embedded(token_ids, memory and memory.x)
         calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
-        heads, add = [c.num_heads, c.num_kv_heads, c.num_kv_heads], None if self.ranks is None else self.ranks.add
+        heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         # Each layer stores its results where the first one did.
         qkv, attended, gated = (memory.qkv, memory.attended, memory.gated) if memory else (None, None, None)
         for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
@@ -205,31 +170,21 @@ class Decoder:
             before, attended = attended, call.attend(q, batches[i], out=attended)
             if i == 0 or attended is not before:
                 rows = attended.flatten(1)
-            ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps, add)
+            ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps)
             gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
-            ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps, add)
+            ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
         if logits_of is not None:
             x = x[logits_of]
         return self._logits(x, backend, memory.logits[: len(x)] if memory else None)
 
     def _embedded(self, token_ids: Tensor, out: Tensor | None) -> Tensor:
         """Return the scaled embeddings of tokens. Shapes: token_ids int64 [T]; returns [T, hidden]"""
-        table, ranks = self.weights.embedding, self.ranks
-        if ranks is None:
-            x = torch.index_select(table, 0, token_ids, out=out)
-        else:
-            rows = token_ids - ranks.rank * len(table)
-            elsewhere = (rows < 0) | (rows >= len(table))
-            x = torch.index_select(table, 0, rows.masked_fill_(elsewhere, 0), out=out)
-            ranks.add(x.masked_fill_(elsewhere[:, None], 0))
+        x = torch.index_select(self.weights.embedding, 0, token_ids, out=out)
         x *= self._embedding_scale
         return x
 
     def _logits(self, x: Tensor, backend: str | None, out: Tensor | None) -> Tensor:
-        ops, ranks = linear.choose(self.device, self.dtype, len(x), backend), self.ranks
-        logits = ops.logits(
-            x, self.weights.norm, self.weights.head, self.config.norm_eps, out if ranks is None else None
-        )
-        logits = logits if ranks is None else ranks.gathered(logits, out)
+        ops = linear.choose(self.device, self.dtype, len(x), backend)
+        logits = ops.logits(x, self.weights.norm, self.weights.head, self.config.norm_eps, out)
         cap = self.config.logit_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from pagedkv.tiers.tier import Tier
 
 AHEAD: Final = 4
-"""Waiting sequences whose pages are fetched. More, if tiers have the pages of more prompts computed, and the pool has
-twice the frames of each further one: a fetch takes its frames at once, and running sequences grow meanwhile."""
+"""Waiting sequences whose pages are fetched: a fetch takes its frames at once, and running sequences grow meanwhile."""
 WAIT: Final = 0.05
 """Seconds that a step without work waits for such pages."""
 
@@ -34,10 +33,8 @@ def ask(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> None:
     Their pages are held until they are admitted. A fetch that brought less than it asked for is not repeated: the tier
     fails, and would be asked in each step.
     """
-    ahead = list(itertools.islice(waiting, max(AHEAD, cache.tiers.max_prompts)))
+    ahead = list(itertools.islice(waiting, AHEAD))
     for place, sequence in enumerate(ahead):
-        if place >= AHEAD and sequence.fetch is None and not _has_twice(cache, sequence):
-            break
         before = sequence.fetch
         if sequence.space is None and (before is None or _may_go_on(before, cache, ahead[place + 1 :])):
             _begin(cache, sequence)

@@ -12,9 +12,6 @@ fetch that is cancelled or late ends at once for its owner, and keeps its frames
 
 A fetch whose first page another fetch is bringing takes no frames: it waits for the other, and then looks again.
 
-The deadline of a fetch does not move, unless a tier has its pages computed (`Tier.patience`). Then it moves with each
-page of the fetch, and of those that began before: another process computes one prompt after the other.
-
 A fetch that holds keeps its address space after it is done, so that its pages are not evicted before the prompt is
 opened. A plan that lacks frames takes them all the same, after all cached ones (Holds).
 """
@@ -51,7 +48,6 @@ class Fetch:
     asked:  tokens that the tiers seemed to have. tokens: how many of these the pool had when `done`.
     source: pages asked for in each tier, by its name.
     lacked: frames for further pages that the tiers seemed to have, and the pool could not give.
-    patience: seconds after a page by which its deadline moves, 0 for a deadline that does not move.
     """
 
     def __init__(self, ids: I32, pump: Callable[[float], None], deadline: float) -> None:
@@ -71,8 +67,6 @@ class Fetch:
         self.after: Fetch | None = None  # the fetch that brings the first page
         self.look: Callable[[Fetch], None] = lambda _: None  # takes the fetch: a cycle would keep its handles alive
         self.deadline: float = deadline
-        self.may_wait: bool = False  # whether the caller has left the deadline to the tiers
-        self.patience: float = 0.0
         self.tenant: bytes = b""
         self.holds: bool = False
         self.is_given_up: bool = False
@@ -219,7 +213,7 @@ class Loader:
         self.fetches: list[Fetch] = []
         self.waiting: list[Fetch] = []
         self.holds: Holds = Holds(manager)
-        self._loads: dict[tuple[int, int, bytes], tuple[Fetch, FetchedPage, int]] = {}
+        self._loads: dict[tuple[int, int, bytes], tuple[FetchedPage, int]] = {}
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 
@@ -236,8 +230,6 @@ class Loader:
         findable, hashed = ids[: max(0, len(ids) - 1)], fetch.digests
         keys = namer.keys_of(findable, tenant, salt, block_size=size, first=fetch.first, digests=hashed)
         pages = self._findable(keys)
-        if fetch.may_wait and (patience := max((self._patience(page) for page in pages), default=0.0)):
-            fetch.patience, fetch.deadline = patience, time.monotonic() + patience
         fetch.after = self._bringer(pages)
         most = max(0, self._manager.available_to(tenant) - cache.reserve) // self._num_groups
         fetch.pages, fetch.lacked = pages[:most], self._num_groups * len(pages[most:])
@@ -251,10 +243,6 @@ class Loader:
         if not fetch.pages:
             fetch.end(fetch.first)
 
-    def _patience(self, page: FetchedPage) -> float:
-        """Return the patience of the level that seems to have `page`, 0 for one that has none."""
-        return 0.0 if page.level is None else self._levels[page.level].tier.patience or 0.0
-
     def _bringer(self, pages: Sequence[FetchedPage]) -> Fetch | None:
         """Return the fetch that brings the first of `pages`."""
         if not pages:
@@ -264,23 +252,14 @@ class Loader:
             (f for f in self.fetches if not f.is_given_up and any(p.keys[0].name == name for p in f.pages)), None
         )
 
-    def num_findable(self, keys: Iterator[list[Key]], above: int) -> int:
-        """Return how many of the pages of `keys`, from the first on, are in levels above number `above`.
-
-        A tier that has pages computed is not counted: it names pages that are not there yet.
-        """
-        having = [number for number in range(above) if self._levels[number].tier.patience is None]
-        return len(self._findable(keys, having)) if having else 0
-
-    def _findable(self, keys: Iterator[list[Key]], numbers: Sequence[int] | None = None) -> list[FetchedPage]:
-        """Return the pages from the first on that some tier seems to have in all groups. numbers: of the tiers; all.
+    def _findable(self, keys: Iterator[list[Key]]) -> list[FetchedPage]:
+        """Return the pages from the first on that some tier seems to have in all groups.
 
         A tier is asked only for what those above it lack: a lookup in a shared store costs a wait.
         """
         pages: list[FetchedPage] = []
         while part := [FetchedPage(each) for each in itertools.islice(keys, LOOKED_UP)]:
-            for number in range(len(self._levels)) if numbers is None else numbers:
-                level = self._levels[number]
+            for number, level in enumerate(self._levels):
                 lacking = [page for page in part if page.level is None]
                 if not lacking:
                     break
@@ -335,7 +314,7 @@ class Loader:
             if job is not None:
                 fetch.jobs.append(job)
                 for page, group in moves:
-                    self._loads[number, job.number, page.keys[group].name] = fetch, page, group
+                    self._loads[number, job.number, page.keys[group].name] = page, group
 
     def _next_level(self, page: FetchedPage) -> int | None:
         """Return the number of the next level that `page` may be asked for in; None if there is none."""
@@ -344,14 +323,13 @@ class Loader:
 
     def poll(self) -> None:
         """Take the pages that have ended from the tiers, and settle the fetches that are complete or late."""
-        now, moved = time.monotonic(), set[Fetch]()
+        now = time.monotonic()
         for number, level in enumerate(self._levels):
             for result in level.poll():
                 if (load := self._loads.get((number, result.job, result.key.name))) is not None:
-                    fetch, page, group = load
+                    page, group = load
                     if result.ok:
                         page.missing.discard(group)
-                        moved.add(fetch)
                     page.under_way.pop(group, None)
                     del self._loads[number, result.job, result.key.name]
             if self.fetches and not level.num_pending:
@@ -359,8 +337,6 @@ class Loader:
         for fetch in self.holds:
             if fetch.is_given_up or not fetch.holds:
                 self.holds.release(fetch)
-        if moved:
-            self._renew(moved, now)
         for fetch in list(self.fetches):
             if now > fetch.deadline and not fetch.is_given_up:
                 fetch.give_up()
@@ -369,14 +345,6 @@ class Loader:
             if fetch.is_given_up or not fetch.num_under_way:
                 self._settle(fetch)
         self._wake(now)
-
-    def _renew(self, moved: set[Fetch], now: float) -> None:
-        """Move the deadlines of patient fetches: of those in `moved`, which got a page, and of all that came later."""
-        has_moved = False
-        for fetch in (*self.fetches, *self.waiting):
-            has_moved = has_moved or fetch in moved
-            if has_moved and fetch.patience:
-                fetch.deadline = max(fetch.deadline, now + fetch.patience)
 
     def _end_lost(self, number: int) -> None:
         """Count loads of a level that has none as ended: an interrupt, or a refusal, kept them from being reported."""

@@ -1,7 +1,7 @@
 """Tiers as a person writes them: host:16GiB, disk:200GiB:FOLDER, or a store that processes share, redis:40GiB:URL.
 
-prefill:HOST:PORT is another process that computes prompts; prefill:nixl:HOST:PORT reaches it by NIXL. The key of what
-processes share is PAGEDKV_TIER_KEY, so that it stands neither in a command line nor in the list of processes.
+The key of what processes share is PAGEDKV_TIER_KEY, so that it stands neither in a command line nor in the list of
+processes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pagedkv.tiers.shared.redis import RedisTier
 from pagedkv.tiers.tier import Tier
 
 FORMS = (
-    "host:SIZE, disk:SIZE:FOLDER, redis:SIZE:URL, objects:SIZE:URL, mooncake:SIZE:HOST:PORT or prefill:HOST:PORT, such "
-    "as host:16GiB or disk:200GiB:/var/cache/pagedkv"
+    "host:SIZE, disk:SIZE:FOLDER, redis:SIZE:URL, objects:SIZE:URL or mooncake:SIZE:HOST:PORT, such as host:16GiB or "
+    "disk:200GiB:/var/cache/pagedkv"
 )
 
 _WITH_A_PLACE: dict[str, Callable[[str, str], Tier]] = {
@@ -46,10 +46,6 @@ def _tier_of(text: str) -> Tier:
     size, _, place = rest.partition(":")
     if kind == "host" and size and not place:
         return HostTier(size)
-    if kind == "prefill" and rest:
-        from pagedkv.tiers.transfer import RemotePrefill, link_at  # torch.distributed
-
-        return RemotePrefill(link_at(rest), key=debug.tier_key())
     if kind in _WITH_A_PLACE and re.fullmatch(r"[\w. ]+", size) and place:
         parse_bytes(size)  # first: without a size, the place is a part of a URL
         return _WITH_A_PLACE[kind](size, place)

@@ -1,7 +1,7 @@
 """Level: a tier at its place in a stack, what waits to be stored there, and whether the tier is trusted now.
 
     open ──16 failures in a row──▶ closed for 5 s ──▶ open; the next failure closes it again, a success resets the count
-     └──no page ended for 30 s───▶ closed until one ends; the jobs are cancelled (30 s, or the tier's `patience`)
+     └──no page ended for 30 s───▶ closed until one ends; the jobs are cancelled
 
 A closed level is not asked, and its backlog waits. An exception of the tier counts as a failure and reaches no caller.
 """
@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.tiers.tier import Job, Key, Op, Prompt, Result, Tier
+from pagedkv.tiers.tier import Job, Key, Op, Result, Tier
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ FAILURES: Final = 16
 SKIPPED: Final = 5.0
 """Seconds for which it is skipped."""
 STALLED: Final = 30.0
-"""Seconds without the end of a page after which the jobs of a tier are given up, if it has no `patience`."""
+"""Seconds without the end of a page after which the jobs of a tier are given up."""
 
 Waiting = tuple[int, int, Key]
 Answer = TypeVar("Answer")
@@ -51,10 +51,6 @@ class Level:
         return not self._is_stalled and not self._is_closed and time.monotonic() >= self._closed_until
 
     @property
-    def _patience(self) -> float:
-        return STALLED if self.tier.patience is None else self.tier.patience
-
-    @property
     def num_pending(self) -> int:
         """Pages that the tier is reading or writing, or has not reported."""
         pending = self.tier.num_pending
@@ -64,14 +60,6 @@ class Level:
     def max_stores(self) -> int:
         """Pages that the tier takes now."""
         return self._guarded(lambda: self.tier.max_stores, 0) if self.is_open else 0
-
-    def expect(self, prompt: Prompt) -> bool:
-        """See Tier.expect. A closed level is not told."""
-        return self.is_open and self._guarded(lambda: self.tier.expect(prompt), False)
-
-    def cost(self, prompt: Prompt) -> int:
-        """See Tier.cost."""
-        return self._guarded(lambda: self.tier.cost(prompt), 0) if self.is_open else 0
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """bool [n]: see Tier.lookup. A closed level seems to have nothing."""
@@ -103,10 +91,10 @@ class Level:
                     self._count_failure(result.why)
                 elif result.ok:
                     self._failures = 0
-        elif now - self._moved_at > self._patience and not self._is_stalled and self.num_pending:
+        elif now - self._moved_at > STALLED and not self._is_stalled and self.num_pending:
             self._is_stalled = True
             self.cancel()
-            _LOG.warning("the %s tier has moved no page for %.0f s; it is skipped", self.tier.name, self._patience)
+            _LOG.warning("the %s tier has moved no page for %.0f s; it is skipped", self.tier.name, STALLED)
         return results
 
     def touch(self, keys: Sequence[Key]) -> None:

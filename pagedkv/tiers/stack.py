@@ -19,9 +19,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.core.arguments import flag, real, tenant_name, token_row, whole
@@ -32,7 +31,7 @@ from pagedkv.tiers.fetch import Fetch, Loader
 from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer, fingerprint
 from pagedkv.tiers.pool_view import PoolView
-from pagedkv.tiers.tier import CLOSING, Key, Op, Prompt, Tier, TierStats
+from pagedkv.tiers.tier import CLOSING, Key, Op, Tier, TierStats
 from pagedkv.tiers.write_back import EveryPage, WriteBack
 
 if TYPE_CHECKING:
@@ -211,38 +210,11 @@ class TierStack(ThreadGuard):
         ids, tenant = token_row(token_ids), tenant_name(tenant)
         seconds = DEADLINE if timeout is None else real(timeout, "timeout")
         fetch = Fetch(ids, self.pump, time.monotonic() + seconds)
-        fetch.holds, fetch.may_wait = flag(hold, "hold"), timeout is None
-        self._expect(cache, fetch, tenant, salt)
+        fetch.holds = flag(hold, "hold")
         self._loader.begin(cache, fetch, self._namer, tenant=tenant, salt=salt)
         return fetch
 
-    def _expect(self, cache: Any, fetch: Fetch, tenant: bytes, salt: bytes | Mapping[int, bytes]) -> None:
-        """Tell the tiers of a prompt, until one lets its pages be computed elsewhere."""
-        assert self._loader is not None
-        ids, hashed = fetch.ids, fetch.digests
-        size, findable, num_found = self._manager.block_size, ids[: max(0, len(ids) - 1)], self._loader.num_findable
-
-        def keys(first: int) -> Iterator[list[Key]]:
-            return self._namer.keys_of(findable, tenant, salt, block_size=size, first=first, digests=hashed)
-
-        def num_known(above: int) -> int:
-            known = int(cache.lookup(ids, tenant=tenant, salt=salt))
-            return known + size * num_found(keys(known // size), above) if above else known
-
-        told = [
-            (level, Prompt(ids, tenant, salt, size, partial(num_known, number), keys))
-            for number, level in enumerate(self._levels)
-        ]
-        if sum(level.tier.max_prompts > 0 for level in self._levels) > 1:
-            told.sort(key=lambda pair: pair[0].cost(pair[1]))
-        any(level.expect(prompt) for level, prompt in told)
-
     # -- the rest ------------------------------------------------------------------------------------------------------
-
-    @property
-    def max_prompts(self) -> int:
-        """Prompts that tiers have computed elsewhere at a time."""
-        return sum(level.tier.max_prompts for level in self._levels if level.is_open)
 
     @property
     def num_fetches(self) -> int:

@@ -25,14 +25,13 @@ from __future__ import annotations
 import enum
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.core.state import I32
 from pagedkv.tiers.pool_view import PoolView
 
 if TYPE_CHECKING:
@@ -64,30 +63,13 @@ class Result(NamedTuple):
     """The end of one page of a job.
 
     why: the reason if not ok: "gone", "corrupt", "changed", "full", "there" (stored by another process), "cancelled",
-        "lost" with its connection, or "failed: ..." for an error of the system. Only the last counts against the tier.
+        or "failed: ..." for an error of the system. Only the last counts against the tier.
     """
 
     job: int
     key: Key
     ok: bool
     why: str = ""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt whose pages are going to be looked up.
-
-    token_ids: int32 [n]. tenant, salt: see PagedKVCache.open. num_known: counts the tokens that the pool has, or tiers
-               above that have what they name.
-    keys:      names the pages that a prompt can find, from the given page on: one key for each layer group.
-    """
-
-    token_ids: I32
-    tenant: bytes
-    salt: bytes | Mapping[int, bytes]
-    block_size: int
-    num_known: Callable[[], int]
-    keys: Callable[[int], Iterator[list[Key]]]
 
 
 _numbers = itertools.count(1)
@@ -150,15 +132,10 @@ class Tier(ABC):
     name:       its name in stats; the stack numbers the second of two equal names.
     is_lasting: whether its pages outlive the process, or other processes read them. Then the cache must have a name for
                 the weights, see PagedKVCache, and `TierStack.close` stores what waits.
-    patience:   None for a tier that has the pages that it names. A tier that has them computed gives the seconds in
-                which one of them comes: as long as pages come, a fetch without a `timeout` of its own goes on.
-    max_prompts: prompts that it has computed at a time.
     """
 
     name: str = "tier"
     is_lasting: bool = False
-    patience: float | None = None
-    max_prompts: int = 0
 
     @abstractmethod
     def register(self, pool: PoolView, fingerprint: bytes) -> None:
@@ -204,24 +181,6 @@ class Tier(ABC):
     def max_stores(self) -> int:
         """Pages that one submit may store now. More wait in a backlog, from which pages go that the pool evicts."""
         return 64
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until the tier can be asked, at most `timeout` seconds. Return whether it can."""
-        return True
-
-    def expect(self, prompt: Prompt) -> bool:
-        """Learn of a prompt before its pages are looked up: a tier may let another process compute them.
-
-        Return whether it does; then no later tier of the stack is told of the prompt.
-        """
-        return False
-
-    def cost(self, prompt: Prompt) -> int:
-        """Return how many tokens are computed before the pages of a prompt are there, if `expect` is told of it.
-
-        The tier with the lowest cost is told first.
-        """
-        return 0
 
     def touch(self, keys: Sequence[Key]) -> None:  # noqa: B027 (a default)
         """Count a use of these pages if the tier has them: the pool has evicted its copies."""

@@ -17,7 +17,6 @@ RAISED = [
     errors.PlanConflict("a plan is outstanding"),
     errors.EngineStopped("it was closed"),
     errors.ConcurrentUse("another thread is in"),
-    errors.RankLost("rank 1 has ended"),
     errors.CheckpointError("config.json is missing"),
     errors.OutOfFrames(7, 1, 2, 3),
     errors.QuotaExceeded(b"acme", 7, 6, 5, 4),

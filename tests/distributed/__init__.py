@@ -1,5 +1,1 @@
-"""Several processes: ranks that share one model, and pages that go from one process to another.
-
-Ranks and one process give the same tokens, and so do a prefill side and a decode side. If one dies, the others end, or
-go on, within a deadline.
-"""
+"""Several processes: pages that go from pool to pool. `make test-distributed` runs these with NIXL installed."""

@@ -12,7 +12,6 @@ import pytest
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import OutOfFrames
 from pagedkv.tiers import DiskTier, HostTier, names
-from pagedkv.tiers.tier import Prompt
 from tests.tiers.test_hostile import Stubborn
 from tests.tiers.world import SIZE, SPEC, World
 
@@ -45,8 +44,8 @@ def damage(tiers: list[HostTier | DiskTier], draw: random.Random) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_path: Path) -> None:
     draw = random.Random(seed)
-    tiers, match = tiers_of(tmp_path, 40), "token" if groups == "one" and seed % 2 else "page"
-    cache = PagedKVCache(GROUPS[groups], model="m", num_frames=FRAMES, tiers=tiers, match=match)
+    tiers = tiers_of(tmp_path, 40)
+    cache = PagedKVCache(GROUPS[groups], model="m", num_frames=FRAMES, tiers=tiers)
     world, fetches, fetched = World(cache), [], 0
     trunks = [[draw.randrange(50) for _ in range(30)] for _ in range(6)]
     for turn in range(350):
@@ -153,24 +152,21 @@ def test_the_pages_before_a_damaged_one_are_found_and_the_damage_is_counted() ->
     cache.tiers.close()
 
 
-def test_a_prompt_is_hashed_once_for_tiers_that_are_told_of_it_and_for_the_look(
+def test_a_prompt_is_hashed_once_though_it_waits_for_another_one_and_looks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Curious(HostTier):
-        def expect(self, prompt: Prompt) -> bool:
-            return bool(list(prompt.keys(0))) and prompt.num_known() < 0
-
     hashed: list[int] = []
     real = names.page_digest
     monkeypatch.setattr(names, "page_digest", lambda *page: hashed.append(1) or real(*page))
-    cache = PagedKVCache(SPEC, num_frames=FRAMES, tiers=[Curious(64 * SPEC.frame_bytes), HostTier(SPEC.frame_bytes)])
-    world, ids = World(cache), list(range(41))
+    tier, ids = Stubborn("1MiB"), list(range(41))
+    world = World(PagedKVCache(SPEC, model="m", num_frames=FRAMES, tiers=[tier]))
     world.run(ids)
-    assert cache.tiers.flush(20)
-    cache.evict(16)
+    assert world.cache.tiers.flush(20)
+    world.cache.evict(FRAMES)
     hashed.clear()
-    fetch = cache.fetch(ids)
-    assert fetch.wait(20)
-    assert fetch.asked == 40
-    assert len(hashed) == 10
-    cache.tiers.close()
+    fetches = [world.cache.fetch(ids) for _ in range(2)]
+    tier.may_load.set()
+    assert all(fetch.wait(20) for fetch in fetches)
+    assert [fetch.tokens for fetch in fetches] == [40, 40]
+    assert len(hashed) == 20
+    world.cache.tiers.close()

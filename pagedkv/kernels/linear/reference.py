@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from pagedkv.kernels.linear.matrix import Matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 
@@ -57,24 +55,12 @@ class Operations:
         bias: Tensor | None,
         norm: Tensor | None,
         eps: float,
-        reduce: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """Add norm(x W^T + bias) to `residual` [T, N].
-
-        reduce: replaces a summand of x W^T by the sum over all ranks, if x and W are columns of one rank; None if they
-            are whole.
-        """
-        if norm is None and reduce is None:
-            self._linear("add", x, None, weights, bias, eps, residual)
-            return
-        y = self._linear("store", x, None, weights, None if reduce else bias, eps, None)
-        if reduce is not None:
-            reduce(y)
-            y = y if bias is None else y.add_(bias)  # once, behind the sum
+        """Add norm(x W^T + bias) to `residual` [T, N]."""
         if norm is None:
-            residual += y
+            self._linear("add", x, None, weights, bias, eps, residual)
         else:
-            self._add_normed(residual, y, norm, eps)
+            self._add_normed(residual, self._linear("store", x, None, weights, bias, eps, None), norm, eps)
 
     def logits(self, x: Tensor, norm: Tensor, head: Tensor | Matrix, eps: float, out: Tensor | None = None) -> Tensor:
         """Return norm(x) head^T, rounded to the dtype of x, as float32 [T, V]."""

@@ -1,1 +1,0 @@
-"""Prompts that one process computes and another answers."""
