@@ -160,8 +160,8 @@ bench-readme: $(STAMPS)/dev ## README's figures and the manual's charts, made ag
 bench-report: $(STAMPS)/dev ## bench-report.html: all rows of bench/results as one page
 	@$(BIN)/pagedkv bench report
 
-gpu: ## the first ten minutes on a GPU, by the Python that has torch: OUT/gpu-results.tar.gz (REST=ARCHIVE goes on)
-	@$(PYTHON) scripts/gpu.py --out '$(OUT)' $(if $(REST),--rest '$(REST)') $(STAGES)
+gpu: ## the first ten minutes on a GPU, by the Python that has torch: OUT/gpu-results.tar.gz (STAGES=later goes on)
+	@$(PYTHON) scripts/gpu.py --out '$(OUT)' $(STAGES)
 
 gpu-sanitize: ## the same machine: the cases under compute-sanitizer (an hour)
 	@$(PYTHON) scripts/gpu.py --out '$(OUT)' --minutes 60 sanitize-cuda-memcheck sanitize-cuda-racecheck \

@@ -3,10 +3,10 @@
 tuning.json   {architecture: {"source": origin of the numbers, kernel: {size: {field: value}}}}
 size          "B/W": B = bytes of a stored head of K and of V together; W = elements of the wider of the two; both
               rounded up to a power of two
-source        "rule": the values of `_by_rule`, not measured; otherwise, the GPU and commit of the measurement
+source        "rule": the values of `_by_rule`, not measured; otherwise, the GPU and the date of the measurement
 
-`python -m pagedkv.bench.gpu.tune` fills the file on a GPU. A field or size without an entry follows `_by_rule`, which
-derives it from shared memory, registers and the latency that loads in flight must hide. This file launches nothing.
+A field or size without an entry follows `_by_rule`, which derives it from shared memory, registers and the latency that
+loads in flight must hide. This file launches nothing.
 """
 
 from __future__ import annotations

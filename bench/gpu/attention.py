@@ -7,8 +7,7 @@ Turns     The variants and cells of one group take turns. Frames are in random o
 Bytes     Keys and values only.
 Ceiling   A kernel that reads as many bytes and does nothing else, in the same turns.
 Peers     peers.py. A peer that cannot be imported is reported with the reason.
-Rows      Appended to FOLDER/gpu-attention.jsonl and, in a checkout, to bench/results, after each group; a plot of the
-          run lies beside them.
+Rows      Appended to FOLDER/gpu-attention.jsonl and, in a checkout, to bench/results, after each group.
 
 This file knows the public call; cells.py defines a cell.
 """
@@ -18,11 +17,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +29,9 @@ import torch
 from pagedkv import paged_attention
 from pagedkv.bench import record
 from pagedkv.bench.attention.cells import Cell
-from pagedkv.bench.gpu.model import table
 from pagedkv.bench.gpu.peers import PEERS
 from pagedkv.bench.gpu.pool import GpuPool
-from pagedkv.bench.gpu.timing import Step, error_line, in_turn, provenance, require_gpu
+from pagedkv.bench.gpu.timing import Rows, Step, error_line, in_turn, provenance, require_gpu
 
 BASE: Final = Cell(batch=32, context=4096, device="cuda")
 LONG: Final = replace(BASE, batch=8, context=32768)
@@ -48,7 +45,8 @@ INT8: Final = replace(BASE, kv="int8")
 INT4: Final = replace(BASE, kv="int4")
 DRAFTS: Final = replace(BASE, new=8)
 ONE_4K: Final = replace(BASE, batch=1)
-PROMPT, CHUNK = table.PREFILL
+PROMPT: Final = replace(BASE, kind="prefill", batch=1, new=8192, context=8192)
+CHUNK: Final = replace(PROMPT, new=2048, context=32768)
 """Measured by prefill.py: a whole prompt, and a chunk behind a long prefix."""
 
 QUICK: Final = (
@@ -57,21 +55,16 @@ QUICK: Final = (
 )
 GROUPS: Final = (
     (BASE, LARGE_PAGES, RAGGED, FP8, INT8, INT4, DRAFTS),
-    *((cell,) for cell in (LONG, MIDDLE, ONE)),
+    *((cell,) for cell in (LONG, MIDDLE, ONE, replace(BASE, head_dim=64), replace(BASE, heads=28, kv_heads=4))),
+    *((cell,) for cell in (replace(BASE, kv_heads=32, batch=8), replace(BASE, batch=128, context=1024))),
     *(
-        (cell,)
-        for cell in (
-            replace(BASE, head_dim=64),
-            replace(BASE, heads=28, kv_heads=4),
-            replace(BASE, kv_heads=32, batch=8),
-        )
+        tuple(replace(BASE, batch=batch, context=context, kv=kv) for kv in ("", "fp8_e4m3", "int8", "int4"))
+        for batch, context in ((1, 4096), (1, 32768), (8, 8192))
     ),
-    (replace(BASE, batch=128, context=1024),),
-    *(tuple(cell for cell in table.DECODE if (cell.batch, cell.context) == size) for size in table.SIZES[:-1]),
 )
 """Groups of cells. The cells of a group take turns, so that a ratio compares times of the same moment.
 
-QUICK: only the cells that a promise names. GROUPS has those with a prediction, too.
+QUICK: only the cells that a promise names.
 """
 
 
@@ -84,6 +77,7 @@ class Must:
     limit:      a share of the ceiling and a rate must not be smaller; microseconds and a ratio must not be larger.
     everywhere: the promise holds on every GPU, not on an H200 alone.
     by:         the backends whose names begin with this text make the promise; "" for all.
+    variant:    the text after the backend's name in the cell's row; the twin has none.
     """
 
     cell: Cell
@@ -92,23 +86,19 @@ class Must:
     twin: Cell | None = None
     everywhere: bool = False
     by: str = ""
-
-    def holds(self, found: float) -> bool:
-        """Return whether the figure found keeps the promise."""
-        return found >= self.limit if self._is_least else found <= self.limit
-
-    @property
-    def _is_least(self) -> bool:
-        """Whether the limit is a least one."""
-        return self.what in ("of_ceiling", "TFLOP_per_s")
+    variant: str = ""
 
     def verdict(self, found: float) -> str:
         """Return one line: the figure found, the limit, and whether the promise holds."""
+        is_least = self.what in ("of_ceiling", "TFLOP_per_s")
+        holds = found >= self.limit if is_least else found <= self.limit
         beside = f" to {self.twin}" if self.twin else ""
-        return f"{self.what}{beside} {found:.3g}, must be {'>=' if self._is_least else '<='} {self.limit:.3g}: " + (
-            "holds" if self.holds(found) else "MISSED"
-        )
+        figure = f"{self.what}{beside} {found:.3g}, must be {'>=' if is_least else '<='} {self.limit:.3g}"
+        return f"{figure}: {'holds' if holds else 'MISSED'}"
 
+
+SPLIT, FIXED_SPLIT = " split", 512
+"""The variant that no other sequence changes by a bit, and the tokens at whose multiples it cuts keys."""
 
 MUSTS: Final = (
     Must(BASE, "of_ceiling", 0.85),
@@ -131,12 +121,8 @@ MUSTS: Final = (
     Must(RAGGED, "ratio", 1.05, BASE, everywhere=True, by="cuda"),
     *(Must(cell, "ratio", 1 / 1.6, BASE, everywhere=True, by="cuda") for cell in (FP8, INT8, INT4)),
     Must(DRAFTS, "ratio", 1.15, BASE, everywhere=True, by="cuda"),
+    Must(BASE, "ratio", 1.05, BASE, everywhere=True, variant=SPLIT),
 )
-FIXED_SPLIT, OF_FREE = 512, 1.05
-"""Keys of a chunk in the batch-invariant variant (` split` after the backend's name); the limit of its time ratio.
-
-The ratio is its time over the time of the same backend without `split_tokens`.
-"""
 
 
 def ours(backend: str, pool: GpuPool, **options: Any) -> list[Step]:
@@ -158,178 +144,85 @@ def ceiling(pool: GpuPool) -> list[Step]:
     return [lambda at=at: read(whole[at : at + words]) for at in starts]
 
 
-def variants_of(
-    cell: Cell, backends: list[str], *, peers: bool
-) -> tuple[GpuPool | None, dict[str, list[Step]], dict[str, str]]:
-    """Return the pool of a cell, the steps of each variant, and for each refused variant the reason."""
-    found: dict[str, list[Step]] = {}
-    refused: dict[str, str] = {}
-    try:
-        pool = GpuPool(cell)
-    except torch.OutOfMemoryError as why:
-        return None, {}, {"pool": error_line(why)}
-    makers: dict[str, Callable[[GpuPool], list[Step]]] = {"ceiling": ceiling}
-    makers |= {name: lambda pool, name=name: ours(name, pool) for name in backends}  # type: ignore[misc]
-    if cell == BASE:
-        makers |= {
-            f"{name} split": lambda pool, name=name: ours(name, pool, split_tokens=FIXED_SPLIT) for name in backends
-        }  # type: ignore[misc]
-    for name, make in (makers | (PEERS if peers and cell.new == 1 else {})).items():
-        try:
-            found[name] = make(pool)
-        except Exception as why:  # a peer's own error, or too little memory for a variant
-            refused[name] = error_line(why)
-    return pool, found, refused
+Makers = Mapping[str, Callable[[GpuPool], list[Step]]]
+"""For each variant a function that returns its steps over a pool."""
 
 
-def measure(
-    cells: tuple[Cell, ...], backends: list[str], repetitions: int, *, peers: bool = True
-) -> list[dict[str, Any]]:
-    """Return a row for each variant of each cell; all of them take turns."""
-    pools, variants, refused = {}, {}, {}
+def makers_of(cell: Cell, backends: list[str], others: Makers) -> Makers:
+    """Return the makers of our variants of a cell and of others."""
+    found = dict(others)
+    for name in backends:
+        found[name] = partial(ours, name)
+        if cell == BASE:
+            found[name + SPLIT] = partial(ours, name, split_tokens=FIXED_SPLIT)
+    return found
+
+
+def measure(cells: tuple[Cell, ...], backends: list[str], repetitions: int, others: Makers) -> Rows:
+    """Return a row for each variant of each cell; all of them take turns. others: makers of variants beside ours."""
+    pools: dict[Cell, GpuPool] = {}
+    variants: dict[tuple[Cell, str], list[Step]] = {}
+    refused: dict[tuple[Cell, str], str] = {}
     for cell in cells:
-        pools[cell], found, why_not = variants_of(cell, backends, peers=peers)
-        variants |= {(cell, who): steps for who, steps in found.items()}
-        refused |= {(cell, who): why for who, why in why_not.items()}
+        pools[cell] = GpuPool(cell)
+        for who, make in makers_of(cell, backends, others).items():
+            try:
+                variants[cell, who] = make(pools[cell])
+            except Exception as why:  # a peer's own error, or too little memory for a variant
+                refused[cell, who] = error_line(why)
     medians, broken = in_turn(variants, repetitions)
-    rows = []
+    rows: Rows = []
     for cell, pool in pools.items():
-        about = {
-            "case": str(cell),
-            "cell": asdict(cell),
-            "kv_bytes": pool and pool.kv_bytes,
-            "calls": pool and pool.calls,
-        }
+        about = {"case": str(cell), "cell": asdict(cell)}
+        about |= {"kv_bytes": pool.kv_bytes, "calls": pool.calls}
         top = medians.get((cell, "ceiling"))
         for (of, who), us in medians.items():
-            if of == cell and pool:
-                figures = {
-                    "us": round(us, 2),
-                    "GB_per_s": round(pool.kv_bytes / us / 1e3, 1),
-                    "of_ceiling": top and round(top / us, 3),
-                }
-                rows.append(about | {"who": who} | figures)
-        rows += [
-            about | {"who": who, "us": None, "why_not": why}
-            for (of, who), why in (refused | broken).items()
-            if of == cell
-        ]
+            if of == cell:
+                figures = {"us": round(us, 2), "GB_per_s": round(pool.kv_bytes / us / 1e3, 1)}
+                rows.append(about | {"who": who} | figures | {"of_ceiling": top and round(top / us, 3)})
+        whys = {who: why for (of, who), why in (refused | broken).items() if of == cell}
+        rows += [about | {"who": who, "us": None, "why_not": why} for who, why in whys.items()]
     return rows
 
 
-def promises(rows: list[dict[str, Any]], backends: list[str], gpu: str) -> list[str]:
+def promises(rows: Rows, backends: list[str], gpu: str) -> list[str]:
     """Return one line for each promise about these rows and each backend that makes the promise."""
     times = {(row["case"], row["who"]): row for row in rows if row["us"]}
     lines = []
     for must in (must for must in MUSTS if must.everywhere or "H200" in gpu):
         for who in (name for name in backends if name.startswith(must.by)):
-            row, twin = times.get((str(must.cell), who)), times.get((str(must.twin), who))
+            row, twin = times.get((str(must.cell), who + must.variant)), times.get((str(must.twin), who))
             if row and (must.twin is None or twin):
                 found = row["us"] / twin["us"] if must.twin and twin else row[must.what]
                 if found is not None:
-                    lines.append(f"{who}, {must.cell}: {must.verdict(found)}")
-    return lines + split_costs(times, backends) + means(times, backends)
-
-
-def split_costs(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> list[str]:
-    """Return one line for each backend measured with a fixed split: its time over that of the free split."""
-    case = str(BASE)
-    pairs = [(who, times.get((case, who)), times.get((case, f"{who} split"))) for who in backends]
-    must = Must(BASE, "ratio", OF_FREE)
-    return [
-        f"{who}, {case}, split at {FIXED_SPLIT}: {must.verdict(split['us'] / free['us'])}"
-        for who, free, split in pairs
-        if free and split
-    ]
-
-
-def means(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> list[str]:
-    """Return one line for each backend and peer: the geometric mean of peer's time over backend's time.
-
-    The mean is over the cells on which both were measured.
-    """
-    lines = []
-    for who in backends:
-        for peer in PEERS:
-            ratios = [
-                times[case, peer]["us"] / row["us"]
-                for (case, name), row in times.items()
-                if name == who and (case, peer) in times
-            ]
-            if ratios:
-                lines.append(
-                    f"{who}: {statistics.geometric_mean(ratios):.3g} times as fast as {peer} over {len(ratios)} cells"
-                )
+                    lines.append(f"{who}{must.variant}, {must.cell}: {must.verdict(found)}")
     return lines
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the share of the ceiling, a bar for each variant of each cell; without matplotlib, only print a note."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is missing; pip install 'pagedkv[plot]'")
-        return
-    shown = [row for row in rows if row["us"] and row["who"] != "ceiling" and row["of_ceiling"]]
-    figure = Figure(figsize=(9, 0.28 * len(shown) + 1.5), layout="constrained")
-    axes = figure.subplots()
-    axes.barh([f"{row['case']}: {row['who']}" for row in shown][::-1], [row["of_ceiling"] for row in shown][::-1])
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("share of what a read-only kernel reaches in the same run")
-    figure.savefig(path)
+def run(
+    backends: list[str], repetitions: int, *, quick: bool, out: tuple[Path, ...] = (), as_json: bool = False
+) -> None:
+    """Measure group by group; print and append the rows of each group.
 
-
-@dataclass(frozen=True)
-class Asked:
-    """The options of a run.
-
-    backends: names in the registry.
-    quick:    measure only the cells that a promise names.
-    peers:    measure the peers, too.
-    out:      the files to append rows to; () for the one in bench/results.
-    plot:     the file of the picture; None for a picture beside each file of rows.
-    as_json:  print all rows as one list at the end, and nothing else on stdout.
-    """
-
-    backends: list[str]
-    repetitions: int = 20
-    quick: bool = False
-    peers: bool = True
-    out: tuple[Path, ...] = ()
-    plot: Path | None = None
-    as_json: bool = False
-
-
-def run(asked: Asked) -> None:
-    """Measure group by group; after each group, print, append its rows and draw all rows so far. Print JSON at the end.
-
+    quick:   measure only the cells that a promise names, and no peer.
+    out:     the files to append rows to; () for the one in bench/results.
+    as_json: print all rows as one list at the end, and nothing else on stdout.
     Raises: InvalidRequest if torch finds no GPU.
     """
     require_gpu()
-    with contextlib.redirect_stdout(sys.stderr) if asked.as_json else contextlib.nullcontext():
-        rows = _measured(asked)
-    if asked.as_json:
-        print(json.dumps(rows))
-
-
-def _measured(asked: Asked) -> list[dict[str, Any]]:
-    about, every, kept = provenance(), [], asked.out or of_checkout()
-    for group in QUICK if asked.quick else GROUPS:
-        began = time.monotonic()
-        rows = [row | about for row in measure(group, asked.backends, asked.repetitions, peers=asked.peers)]
-        every += rows
-        for path in kept or (None,):
-            record.append(rows, path, "gpu-attention")
-        for case in dict.fromkeys(row["case"] for row in rows):
-            print(case, *(row_line(row) for row in rows if row["case"] == case), sep="\n")
-        print(
-            *promises(rows, asked.backends, about["gpu"]), f"({time.monotonic() - began:.0f} s)", sep="\n", flush=True
-        )
-        for picture in [asked.plot] if asked.plot else [path.with_suffix(".svg") for path in kept]:
-            draw(every, picture)
-    print("", *promises(every, asked.backends, about["gpu"]), sep="\n", flush=True)
-    print(*screen_lines(every, asked.backends), sep="\n", flush=True)
-    return every
+    about, every = provenance(), []
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        for group in QUICK if quick else GROUPS:
+            others = {"ceiling": ceiling} | ({} if quick else PEERS)
+            rows = [row | about for row in measure(group, backends, repetitions, others)]
+            every += rows
+            for path in out or of_checkout() or (None,):
+                record.append(rows, path, "gpu-attention")
+            for case in dict.fromkeys(row["case"] for row in rows):
+                print(*lines_of([row for row in rows if row["case"] == case]), sep="\n", flush=True)
+        print(*(f"= {line}" for line in promises(every, backends, about["gpu"])), sep="\n", flush=True)
+    if as_json:
+        print(json.dumps(every))
 
 
 def of_checkout() -> tuple[Path, ...]:
@@ -338,40 +231,24 @@ def of_checkout() -> tuple[Path, ...]:
     return (folder / "gpu-attention.jsonl",) if folder else ()
 
 
-def row_line(row: dict[str, Any]) -> str:
-    """Return the line to print for a row."""
-    if not row["us"]:
-        return f"  {row['who']:12} –: {row.get('why_not')}"
-    share, found = row["of_ceiling"] or 0, table.predicted(Cell(**row["cell"]), row["who"])
-    beside = f", predicted {found.us:.1f} us, {found.of_ceiling:.3f}, {found.limit}" if found else ""
-    return f"  {row['who']:12} {row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {share:6.3f} of the ceiling{beside}"
-
-
-def screen_lines(rows: list[dict[str, Any]], backends: list[str]) -> list[str]:
-    """Return a line for each cell: the share of the ceiling of each backend, and beside it the predicted one."""
-    lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        words = []
-        for row in (row for row in rows if row["case"] == case and row["who"] in backends):
-            found = table.predicted(Cell(**row["cell"]), row["who"]) if row["us"] else None
-            beside = f" ({found.us:.0f} us, {found.of_ceiling:.2f}: {found.limit})" if found else ""
-            words.append(f"{row['who']} {row['us']:.1f} us, {row['of_ceiling'] or 0:.2f}{beside}" if row["us"] else "")
-        short = case.removeprefix("decode ").removesuffix(" 1 thr").replace("bfloat16", "").replace(" 32/8/128", "")
-        lines.append(f"= {short.rstrip()}: {'; '.join(filter(None, words)) or 'nothing ran'}")
-    return lines
+def lines_of(rows: Rows) -> list[str]:
+    """Return the lines to print for a cell: microseconds and the share of the ceiling of each variant, then reasons."""
+    short = rows[0]["case"].removesuffix(" 1 thr").replace("bfloat16", "").replace(" 32/8/128", "")
+    words = [f"{row['who']} {row['us']:.1f} us, {row['of_ceiling'] or 0:.2f}" for row in rows if row["us"]]
+    whys = [f"  {row['who']}: {row['why_not']}" for row in rows if not row["us"]]
+    return [f"= {short.rstrip()}: {'; '.join(words) or 'nothing ran'}", *whys]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu.attention", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few cells")
-    parser.add_argument("--no-peers", action="store_true", help="our kernels and the ceiling alone")
+    parser.add_argument("--quick", action="store_true", help="few cells and no peers")
     parser.add_argument("--backends", nargs="+", default=["triton", "cuda"], help="names in the registry")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="a folder for rows and plot, beside bench/results")
+    parser.add_argument("--out", type=Path, help="a folder for rows, beside bench/results")
     given = parser.parse_args(argv)
     out = (given.out / "gpu-attention.jsonl", *of_checkout()) if given.out else ()
-    run(Asked(given.backends, given.repetitions, given.quick, not given.no_peers, out))
+    run(given.backends, given.repetitions, quick=given.quick, out=out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The read ceiling of a GPU: `python -m pagedkv.bench.gpu.ceiling`.
 
-    contiguous     a run of memory, for several sizes of block
+    contiguous     one run of memory
     random runs    runs of 4 KB and of 32 KB in random order: the key or value heads of 128 in pages of 16 and of 128
 
 Each kernel keeps one number of each block and does nothing else. Grid: one program per BLOCK words of 8 bytes; 16 bytes
@@ -19,9 +19,8 @@ import triton.language as tl
 
 from pagedkv.bench.gpu.timing import Rows, Step, in_turn, keep, options_of, provenance, require_gpu
 
-BLOCK = 4096
-BLOCKS: Final = ((2048, 4), (4096, 8), (8192, 8))
-"""(words of a program, warps) that are tried; the benchmark of attention reads with the second."""
+BLOCK: Final = 4096
+"""Words that a program reads."""
 
 SIZES: Final = (67, 134, 268, 537, 1074)
 """Megabytes read by one call: the keys and values of the cells."""
@@ -47,10 +46,10 @@ def read_runs_kernel(x, starts, sums, RUNS: tl.constexpr, WORDS: tl.constexpr):
     tl.store(sums + tl.program_id(0), tl.xor_sum(words, 0))
 
 
-def read(x: torch.Tensor, block: int = BLOCK, num_warps: int = 8) -> torch.Tensor:
+def read(x: torch.Tensor) -> torch.Tensor:
     """Read `x` (int64, contiguous) once. Returns the xor of each block."""
-    sums = x.new_empty(triton.cdiv(len(x), block))
-    read_kernel[(len(sums),)](x, sums, len(x), BLOCK=block, num_warps=num_warps)
+    sums = x.new_empty(triton.cdiv(len(x), BLOCK))
+    read_kernel[(len(sums),)](x, sums, len(x), BLOCK=BLOCK, num_warps=8)
     return sums
 
 
@@ -68,11 +67,9 @@ def steps(whole: torch.Tensor, megabytes: int) -> dict[str, list[Step]]:
     words = (megabytes * 1_000_000 // 32768) * 4096
     calls = max(2, min(64, 2 * 537 // megabytes))
     starts = [i * words % max(1, len(whole) - words) // 4096 * 4096 for i in range(calls)]
-    found: dict[str, list[Step]] = {}
-    for block, num_warps in BLOCKS:
-        found[f"contiguous, {block}"] = [
-            lambda at=at, block=block, n=num_warps: read(whole[at : at + words], block, n) for at in starts
-        ]
+    found: dict[str, list[Step]] = {
+        f"contiguous, {BLOCK}": [lambda at=at: read(whole[at : at + words]) for at in starts]
+    }
     for run in RUNS:
         per_call, total = words * 8 // run, len(whole) * 8 // run
         order = torch.randperm(total, device=whole.device).int()
@@ -85,14 +82,13 @@ def steps(whole: torch.Tensor, megabytes: int) -> dict[str, list[Step]]:
 
 def measured(whole: torch.Tensor, megabytes: int, repetitions: int = 12) -> Rows:
     """Return a row for each kernel: terabytes a second."""
-    variants = steps(whole, megabytes)
-    times, refused = in_turn(variants, repetitions)
-    size = (megabytes * 1_000_000 // 32768) * 32768
+    times, refused = in_turn(steps(whole, megabytes), repetitions)
+    case, size = f"{megabytes} MB", (megabytes * 1_000_000 // 32768) * 32768
     rows: Rows = [
-        {"case": f"{megabytes} MB", "who": who, "us": round(us, 2), "TB_per_s": round(size / us / 1e6, 4)}
+        {"case": case, "who": who, "us": round(us, 2), "TB_per_s": round(size / us / 1e6, 4)}
         for who, us in times.items()
     ]
-    return rows + [{"case": f"{megabytes} MB", "who": who, "us": None, "why_not": why} for who, why in refused.items()]
+    return rows + [{"case": case, "who": who, "us": None, "why_not": why} for who, why in refused.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,13 +97,12 @@ def main(argv: list[str] | None = None) -> int:
     require_gpu()
     about, failed = provenance(), 0
     whole = torch.randint(-(2**62), 2**62, (POOL // 8,), dtype=torch.int64, device="cuda")
-    print(f"= TB/s: contiguous in blocks of {', '.join(str(block) for block, _ in BLOCKS)}; random 4 KB, 32 KB")
     for megabytes in SIZES:
         rows = [row | about for row in measured(whole, megabytes)]
         keep(rows, given.out, "ceiling")
         failed += sum(row["us"] is None for row in rows)
-        words = [f"{row['TB_per_s']:.3f}" if row["us"] else str(row["why_not"]) for row in rows]
-        print(f"= {megabytes:5d} MB  {'  '.join(words)}", flush=True)
+        words = [f"{row['who']} {row.get('TB_per_s') or row['why_not']}" for row in rows]
+        print(f"= TB/s, {megabytes} MB: {'; '.join(words)}", flush=True)
     return int(failed > 0)
 
 

@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
-from pagedkv import bind_attention, bind_write, paged_attention, write_kv
+from pagedkv import KVLayer, PagedBatch, bind_attention, bind_write, paged_attention, write_kv
 from pagedkv.bench.gpu.attention import ONE
 from pagedkv.bench.gpu.pool import GpuPool
 from pagedkv.bench.gpu.timing import error_line, keep, options_of, provenance, require_gpu, served
@@ -29,26 +30,24 @@ CALLS: Final = 200
 REPETITIONS: Final = 15
 
 
-def calls_of(backend: str, pool: GpuPool) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return makers of the calls to time, by name. A maker raises what the backend objects."""
-    q, batch, cell = pool.query(), pool.batches()[0], pool.cell
-    new = torch.randn(cell.batch, cell.kv_heads, cell.head_dim, device=pool.device).to(q.dtype)
-    slots = batch.block_table[:, 0].long() * cell.block_size
-    stored = replace(batch, slots=slots)
+def calls_of(
+    backend: str, layer: KVLayer, q: Tensor, batch: PagedBatch, new: Tensor
+) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return makers of the calls to time, by name. A maker raises what the backend objects. new: keys to store"""
 
     def bound() -> Callable[[], object]:
-        attend = bind_attention(pool.layer, backend=backend)
+        attend = bind_attention(layer, backend=backend)
         return lambda: attend(q, batch)
 
     def bound_write() -> Callable[[], object]:
-        store = bind_write(pool.layer, backend=backend)
-        return lambda: store(new, new, stored)
+        store = bind_write(layer, backend=backend)
+        return lambda: store(new, new, batch)
 
     return {
-        "paged_attention": lambda: lambda: paged_attention(q, pool.layer, batch, backend=backend),
         "attend, bound": bound,
-        "write_kv": lambda: lambda: write_kv(new, new, pool.layer, stored, backend=backend),
+        "paged_attention": lambda: lambda: paged_attention(q, layer, batch, backend=backend),
         "store, bound": bound_write,
+        "write_kv": lambda: lambda: write_kv(new, new, layer, batch, backend=backend),
     }
 
 
@@ -70,12 +69,15 @@ def main(argv: list[str] | None = None) -> int:
     given = options_of(__doc__, "host").parse_args(argv)
     require_gpu()
     about, pool, rows = provenance(), GpuPool(ONE), []
+    batch = pool.batches()[0]
+    batch = replace(batch, slots=batch.block_table[:, 0].long() * ONE.block_size)
+    new = torch.randn(ONE.batch, ONE.kv_heads, ONE.head_dim, device=pool.device).to(pool.layer.k.dtype)
     is_built = not cpu.missing()
     if not is_built:
         print("= without the C++ extension: a bound call also takes torch's operator", flush=True)
     for backend in served():
         found: dict[str, Any] = {}
-        for name, make in calls_of(backend, pool).items():
+        for name, make in calls_of(backend, pool.layer, pool.query(), batch, new).items():
             try:
                 found[name] = round(host_us(make()), 2)
             except Exception as why:

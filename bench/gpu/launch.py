@@ -3,9 +3,8 @@ Needs no GPU.
 
 A recorder that does nothing (`Nothing`) stands for the driver's API, and the tensors are on the CPU. So the figures are
 our Python and C++, and torch's allocation of results and workspace; the driver's own time for a launch comes on top. A
-decode of one layer is measured, in turns: bound calls, functional calls, launchers alone, and calls that were checked
-but not bound, as with a torch before 2.10. Sequences have one token, as a call reads page tables on a CPU, and not on a
-GPU. The launches follow from the bound of the lengths, which is 4,096.
+decode of one layer is measured, in turns: bound and functional calls. Sequences have one token, as a call reads page
+tables on a CPU, and not on a GPU. The launches follow from the bound of the lengths, which is 4,096.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from unittest.mock import patch
 
 import torch
 
-import pagedkv
 from pagedkv import KVLayer, PagedBatch
 from pagedkv.bench import record
 from pagedkv.bench.clock import Step, in_turn
+from pagedkv.bench.gpu.host import calls_of
 from pagedkv.kernels import registry
-from pagedkv.kernels.args import AttentionCall, AttentionOptions, RotaryTable, WriteCall, bound_fields, tables_of
+from pagedkv.kernels.args import AttentionCall, AttentionOptions, RotaryTable, WriteCall
 from pagedkv.kernels.cuda import attention, backend, compiler, moves
 from pagedkv.kernels.cuda.driver import Driver
 
@@ -106,32 +105,10 @@ def calls() -> dict[str, Callable[[], object]]:
     """Return the calls to measure: a decode of 8 sequences, 32 query heads on 8 kv heads of 128, bfloat16."""
     B, H, K, D, S, P = 8, 32, 8, 128, 16, 256
     pool = torch.zeros(B * P, 2, K, S, D, dtype=torch.bfloat16).permute(1, 0, 3, 2, 4)
-    layer, q = KVLayer(pool[0], pool[1]), torch.zeros(B, H, D, dtype=torch.bfloat16)
-    new, out, lse = torch.zeros(B, K, D, dtype=torch.bfloat16), torch.empty_like(q), torch.zeros(B, H)
+    q, new = (torch.zeros(B, heads, D, dtype=torch.bfloat16) for heads in (H, K))
     table, lens, starts = torch.arange(B * P).view(B, P).int(), torch.ones(B).int(), torch.arange(B + 1).int()
     batch = PagedBatch(table, lens, starts, max_seqlen_q=1, max_seqlen_k=S * P, slots=torch.arange(B) * S)
-    options = AttentionOptions(D**-0.5)
-    arguments = (q, *tables_of(batch), None, None, out, lse)
-    call = AttentionCall(*bound_fields(layer, options), *arguments)
-    stored = WriteCall(*bound_fields(layer, None), new, new, batch.slots, None)
-    attend, store = bind_attention(layer, options), bind_write(layer, None)
-    bound, bound_write = (
-        pagedkv.bind_attention(layer, backend=KERNEL.name),
-        pagedkv.bind_write(layer, backend=KERNEL.name),
-    )
-    frames, pairs = torch.zeros(4, 65536, dtype=torch.uint8), torch.tensor([[0, 1]], dtype=torch.int32)
-    return {
-        "attend, bound": lambda: bound(q, batch),
-        "paged_attention": lambda: pagedkv.paged_attention(q, layer, batch, backend=KERNEL.name),
-        "AttentionLauncher alone": lambda: attend(*arguments),
-        "paged_attention, after the checks": lambda: paged_attention(call),
-        "store, bound": lambda: bound_write(new, new, batch),
-        "write_kv": lambda: pagedkv.write_kv(new, new, layer, batch, backend=KERNEL.name),
-        "WriteLauncher alone": lambda: store(new, new, batch.slots, None),
-        "write_kv, after the checks": lambda: write_kv(stored),
-        "merge_states, after the checks": lambda: moves.merge_states(out, lse, out, lse, driver()),
-        "copy_frames, after the checks": lambda: moves.copy_frames(frames, pairs, driver()),
-    }
+    return {name: make() for name, make in calls_of(KERNEL.name, KVLayer(pool[0], pool[1]), q, batch, new).items()}
 
 
 KERNEL: Final = registry.Kernel("cuda-recorded", ("cpu",), __name__, backend.case_objections)

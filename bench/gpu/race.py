@@ -11,17 +11,16 @@ A bit that moves is a race between copies, tickets or merges. This file knows th
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from pagedkv import KernelUnavailable, PagedBatch, gather_kv, paged_attention
-from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.gpu import attention
 from pagedkv.bench.gpu.pool import GpuPool
 from pagedkv.bench.gpu.timing import Step, captured, error_line, keep, options_of, provenance, require_gpu, served
@@ -110,20 +109,10 @@ def error_of(out: Tensor, q: Tensor, pool: GpuPool, batch: PagedBatch) -> float:
     return most / (TOLERANCE[cell.kv] * allowed + FLOOR)
 
 
-@contextlib.contextmanager
-def second_stream() -> Iterator[None]:
-    """Launch the body's work on another stream than the current one."""
-    with torch.cuda.stream(_side()):
-        yield
-
-
-_streams: list[torch.cuda.Stream] = []
-
-
-def _side() -> torch.cuda.Stream:
-    if not _streams:
-        _streams.append(torch.cuda.Stream())
-    return _streams[0]
+@cache
+def second_stream() -> torch.cuda.Stream:
+    """Return the stream beside the current one."""
+    return torch.cuda.Stream()
 
 
 def replayed(call: Callable[[], Tensor], other: Callable[[], Tensor], noise: Step, rounds: int) -> tuple[Tensor, Any]:
@@ -134,9 +123,10 @@ def replayed(call: Callable[[], Tensor], other: Callable[[], Tensor], noise: Ste
     first, second = call().clone(), other().clone()
     graph, result = captured(call)
     moved, beside = (torch.zeros((), dtype=torch.int64, device=first.device) for _ in range(2))
-    wait(first)
+    side = second_stream() if first.is_cuda else None  # None: the current one
+    torch.cuda.synchronize()
     for turn in range(rounds):
-        with second_stream():
+        with torch.cuda.stream(side):
             if turn % 2:
                 noise()
             elif turn % 4 == 0:
@@ -144,14 +134,8 @@ def replayed(call: Callable[[], Tensor], other: Callable[[], Tensor], noise: Ste
         result.fill_(torch.nan)
         graph.replay()
         moved += differ(result, first)
-    wait(first)
+    torch.cuda.synchronize()
     return first, (int(moved), int(beside))
-
-
-def wait(like: Tensor) -> None:
-    """Wait until both streams are done."""
-    if like.is_cuda:
-        torch.cuda.synchronize()
 
 
 def differ(a: Tensor, b: Tensor) -> Tensor:
@@ -182,21 +166,6 @@ def judge(pool: GpuPool, backends: list[str], peak: float, rounds: int = ROUNDS)
         yield Verdict(**about, error=error_of(out, q, pool, mine), moved=moved, beside=beside)
 
 
-def run(cells: tuple[Cell, ...], backends: list[str], rounds: int, out: Any = None) -> list[Verdict]:
-    """Print, keep and return the verdicts."""
-    about, every = provenance(), []
-    for cell in cells:
-        pool = GpuPool(cell)
-        for peak in PEAKS:
-            for verdict in judge(pool, backends, peak, rounds):
-                print(verdict, flush=True)
-                keep([asdict(verdict) | {"good": verdict.is_good} | about], out, "race")
-                every.append(verdict)
-        del pool
-        torch.cuda.empty_cache()
-    return every
-
-
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if every verdict is good, else 1."""
     parser = options_of(__doc__, "race")
@@ -204,8 +173,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args(argv)
     require_gpu()
-    backends = given.backends or served()
-    every = run(CELLS, backends, given.rounds, given.out)
+    about, backends, every = provenance(), given.backends or served(), list[Verdict]()
+    for cell in CELLS:
+        pool = GpuPool(cell)
+        for peak in PEAKS:
+            for verdict in judge(pool, backends, peak, given.rounds):
+                print(verdict, flush=True)
+                keep([asdict(verdict) | {"good": verdict.is_good} | about], given.out, "race")
+                every.append(verdict)
+        del pool
+        torch.cuda.empty_cache()
     bad = [verdict for verdict in every if not verdict.is_good]
     for verdict in bad[:8]:
         print(f"= {verdict}")

@@ -21,7 +21,7 @@
 //           instruction cache. So loops that run once per unit are not unrolled, and work for no key is skipped.
 // Tuned     on an H200: tiles of narrow keys, what a CTA does before its first and after its last key, even cuts,
 //           stages, and which bytes the L2 cache drops first.
-//           docs/explanation/gpu-predictions.md has the figures.
+//           docs/explanation/h200.md has the figures.
 //
 // Never read: slots >= seq_lens[b], table entries after the last page, punched pages. They may hold NaN and frame
 // numbers outside the pool.

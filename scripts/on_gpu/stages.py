@@ -1,7 +1,7 @@
 """The stages of `make gpu`: what each one runs, what it needs, and the most seconds that it may take.
 
     FIRST      the first ten minutes: whether the kernels are right, how fast memory is, how fast they are
-    LATER      what later calls add: the grids of cases, the laws, the whole benchmark, the search
+    LATER      what later calls add: the grids of cases, the laws, the whole benchmark
     SANITIZE   the cases under compute-sanitizer, slow and only on request
 
 This file knows only the names of commands.
@@ -18,16 +18,12 @@ JOBS: Final = str(max(1, min(12, (os.cpu_count() or 2) * 3 // 4)))
 run alone."""
 
 
-MOST_FAILURES: Final = 60
-"""Failures after which a stage of tests ends: the next one would hardly tell more."""
-
-
 class Stage(NamedTuple):
     """One command and its limits.
 
     arguments: arguments of Python; "{out}" is the folder of results.
     seconds:   the most that it may take.
-    needs:     Python modules and programs (the latter as "program:ncu") without which it cannot run; "gpu" is one, too.
+    needs:     Python modules and programs (these as "program:NAME") without which it cannot run; "gpu" is one, too.
     tool:      a command that runs Python, with its arguments.
     env:       environment variables of this stage.
     """
@@ -48,15 +44,14 @@ def _cases(backend: str, *cases: str, jobs: str = JOBS, options: tuple[str, ...]
     return "-m", "tests.kernels.by_hand", "--backend", backend, "--jobs", jobs, *options, "--cases", *cases
 
 
-def _pytest(name: str, seconds: float, *files: str, only: str = "", apart: bool = False) -> Stage:
-    """Return a stage of tests. It ends after MOST_FAILURES, and lists the reason of each.
+def _pytest(name: str, seconds: float, *files: str, apart: bool = False) -> Stage:
+    """Return a stage of tests. It ends after 60 failures, as the next one would hardly tell more, and lists them.
 
     apart: run the tests in JOBS processes, where pytest-xdist is installed.
     """
     plain = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini=addopts=--import-mode=importlib")
-    told = ("-rfE", "--tb=short", f"--maxfail={MOST_FAILURES}")
     jobs = ("-n", JOBS) if apart and importlib.util.find_spec("xdist") else ()
-    options = (*plain, *told, *jobs, "-m", "gpu", *files, *(("-k", only) if only else ()))
+    options = (*plain, "-rfE", "--tb=short", "--maxfail=60", *jobs, "-m", "gpu", *files)
     # as wide as its terminal, pytest would cut off the reasons
     return Stage(name, options, seconds, ("gpu", "pytest"), env=(("COLUMNS", "400"),))
 
@@ -72,12 +67,9 @@ ENVIRONMENT: Final = "environment"
 
 FIRST: Final = (
     Stage(ENVIRONMENT, _bench("environment"), 40, needs=("torch",)),
-    Stage("prediction", ("-m", "pagedkv.bench.gpu.model"), 15, needs=("torch",)),
     Stage("race", _bench("race"), 130),
     Stage("ceilings", _bench("ceiling"), 50, needs=TRITON),
-    Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick", "--no-peers"), 80, needs=TRITON),
-    Stage("profile", _bench("inside.profile"), 70, needs=(*CUDA, "program:ncu")),
-    Stage("stamps", _bench("inside.stamps"), 40, needs=CUDA),
+    Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick"), 80, needs=TRITON),
     Stage("host", _bench("host"), 40),
     Stage("prefill", _bench("prefill"), 55),
 )
@@ -86,17 +78,14 @@ FIRST: Final = (
 LATER: Final = (
     Stage("cases-triton", _cases("triton", "small"), 240, needs=TRITON),
     Stage("cases-cuda", _cases("cuda", "small"), 240, needs=CUDA),
-    _pytest("moves", 180, ON_GPU, only="on_the_gpu"),
     _pytest("users", 240, USERS, apart=True)._replace(needs=("gpu", "pytest", "transformers", "tokenizers")),
-    _pytest("graphs", 360, ON_GPU, GRAPHS, only="not on_the_gpu"),
+    _pytest("graphs", 500, ON_GPU, GRAPHS),
     _pytest("big", 300, BIG),
     _pytest("library", 400, LIBRARY, apart=True),
     _pytest("values", 520, *VALUES, apart=True),
     Stage("grid-triton", _cases("triton", "grid", "large"), 480, needs=TRITON),
     Stage("grid-cuda", _cases("cuda", "grid", "large"), 480, needs=CUDA),
     Stage("bench", _bench("attention", "--backends", "triton", "cuda"), 500, needs=TRITON),
-    Stage("tune-cuda", _bench("tune", "--kernels", "cuda"), 500, needs=CUDA),
-    Stage("tune-triton", _bench("tune", "--kernels", "triton"), 500, needs=TRITON),
     _pytest("laws", 520, "tests/kernels", *(f"--ignore={path}" for path in _ELSEWHERE), apart=True),
     _pytest("conformance", 520, CONFORMANCE, apart=True),
 )

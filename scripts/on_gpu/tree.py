@@ -21,22 +21,17 @@ HOMES: Final = {
 }
 """Path in the checkout -> path in the copy. ELSEWHERE in setup.py says the same of what it installs."""
 
-KERNELS: Final = ("csrc/cuda", "triton_kernels", "pagedkv/kernels")
-"""The sources whose digest names the kernels that were measured, also where there is no git."""
-
-COMMIT: Final = "pagedkv/bench/commit"
-"""The file of the copy from which benchmarks take the commit of their rows."""
-
 
 def copy(root: Path, target: Path) -> None:
-    """Copy the checkout `root` to `target`, without the rows of earlier benchmarks, and leave its commit there."""
+    """Copy the checkout `root` to `target`, without the rows of earlier benchmarks, and leave its commit there, in the
+    file from which benchmarks take the commit of their rows."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "results")
     for source, home in HOMES.items():
         if (root / source).is_dir():
             shutil.copytree(root / source, target / home, ignore=ignored, dirs_exist_ok=True)
         elif (root / source).exists():
             shutil.copy(root / source, target / home)
-    (target / COMMIT).write_text(commit(root))
+    (target / "pagedkv/bench/commit").write_text(commit(root))
 
 
 def commit(root: Path) -> str:
@@ -51,7 +46,7 @@ def commit(root: Path) -> str:
 def digest(root: Path) -> str:
     """Return twelve digits that name the sources of the kernels."""
     found = hashlib.sha256()
-    for folder in KERNELS:
+    for folder in ("csrc/cuda", "triton_kernels", "pagedkv/kernels"):
         for file in sorted((root / folder).rglob("*")):
             if file.suffix in (".py", ".cuh", ".h", ".json"):
                 found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())

@@ -1,4 +1,4 @@
-"""The partition of csrc/cuda/partition.cuh, run on the emulator by all CTAs of an H200, and its copy in the model.
+"""The partition of csrc/cuda/partition.cuh, run on the emulator by all CTAs of an H200, and its rule once more.
 
 A probe takes the place of the kernel: it walks over a CTA's units as paged_attention does, and attends to no key. So
 the shapes are those of a real step.
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from pagedkv.bench.gpu.model import predict
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import COMPILER, Emulator
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
 HEADS, KV_HEADS, ROWS, STEP, OVERHEAD = 32, 8, 16, 64, 2
-"""Of a decode of the model: 32/8 heads, four teams of 16 keys a step."""
+"""Of a decode: 32/8 heads, four teams of 16 keys a step."""
 
 MOST = 64
 """Units of a CTA, at most."""
@@ -65,6 +64,15 @@ class Piece(NamedTuple):
     partials: int
 
 
+class Cut(NamedTuple):
+    """A line of work cut into shares. busiest: steps of the CTA with the most. pieces: the most of a unit.
+    shared: units of several pieces."""
+
+    busiest: int
+    pieces: int
+    shared: int
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Emulator:
     monkeypatch.setitem(emulator.PARAMS, Probe.name, "AttentionParams")
@@ -92,20 +100,33 @@ def pieces_of(machine: Emulator, lens: Sequence[int], ctas: int) -> list[Piece]:
     ]
 
 
-def cut_of(pieces: list[Piece]) -> predict.Cut:
-    """Return the partition in the model's words, and check that partial states are counted right."""
+def cut_of(pieces: list[Piece]) -> Cut:
+    """Return the partition in short, and check that partial states are counted right."""
     work, parts, partials = Counter[int](), Counter[int](), dict[int, int]()
     for piece in pieces:
         work[piece.cta] += piece.end - piece.first
         parts[piece.unit] += piece.first < piece.end
         partials[piece.unit] = piece.partials
     assert parts == partials
-    return predict.Cut(max(work.values()), max(parts.values()), sum(count > 1 for count in parts.values()))
+    return Cut(max(work.values()), max(parts.values()), sum(count > 1 for count in parts.values()))
 
 
-def copy_of(lens: Sequence[int], ctas: int) -> predict.Cut:
-    """Return the partition as the model computes it."""
-    return predict.cut([-(-n // STEP) for n in lens for _ in range(KV_HEADS)], ctas, OVERHEAD)
+def copy_of(lens: Sequence[int], ctas: int) -> Cut:
+    """Return the partition by the rule of csrc/cuda/partition.cuh, written a second time."""
+    units = [-(-n // STEP) for n in lens for _ in range(KV_HEADS)]
+    overhead, widths = OVERHEAD, [OVERHEAD + steps for steps in units]
+    share, longest = max(1, -(-sum(widths) // ctas)), max(widths)
+    if longest > share:
+        even = max(1, -(-(longest - overhead) // (longest // share)))
+        if sum(max(1, -(-steps // even)) for steps in units) <= ctas and 16 * even <= 17 * share:
+            share, overhead, widths = even, 0, [max(1, -(-steps // even)) * even for steps in units]
+    place, work, most, shared = 0, Counter[int](), 1, 0
+    for steps, width in zip(units, widths, strict=True):
+        owners = [min((place + overhead + i) // share, ctas) for i in range(steps)]
+        work.update(owners)
+        pieces = owners[-1] - owners[0] + 1 if owners else 1
+        most, shared, place = max(most, pieces), shared + (pieces > 1), place + width
+    return Cut(max(work.values()), most, shared)
 
 
 BASE, CTAS = (4096,) * 32, 264
@@ -123,12 +144,12 @@ SHAPES = {
 
 def test_32_sequences_of_4k_are_cut_nowhere_on_an_h200(machine: Emulator) -> None:
     pieces = pieces_of(machine, BASE, CTAS)
-    assert cut_of(pieces) == predict.Cut(busiest=64, pieces=1, shared=0)
+    assert cut_of(pieces) == Cut(busiest=64, pieces=1, shared=0)
     assert len(pieces) == 256
 
 
 @pytest.mark.parametrize("lens", SHAPES.values(), ids=SHAPES)
-def test_the_model_cuts_as_the_kernel_does(lens: tuple[int, ...], machine: Emulator) -> None:
+def test_the_kernel_cuts_by_its_rule(lens: tuple[int, ...], machine: Emulator) -> None:
     pieces = pieces_of(machine, lens, CTAS)
     assert cut_of(pieces) == copy_of(lens, CTAS)
     for unit in range(len(lens) * KV_HEADS):
@@ -150,14 +171,14 @@ def test_equal_sequences_are_cut_evenly_and_no_cta_works_on_two_units(
 @pytest.mark.parametrize(
     ("lens", "old", "new", "cut"),
     [
-        (BASE, "even = 1;", "even = 0;", predict.Cut(busiest=64, pieces=2, shared=248)),
-        ((4096,) * 8, "even = 1;", "even = 0;", predict.Cut(busiest=16, pieces=5, shared=64)),
-        ((4096,) * 8, "longest - OVERHEAD", "longest", predict.Cut(busiest=17, pieces=4, shared=64)),
-        ((4096,) * 12, "|| 16 * share > 17 * cut", "", predict.Cut(busiest=32, pieces=2, shared=96)),
+        (BASE, "even = 1;", "even = 0;", Cut(busiest=64, pieces=2, shared=248)),
+        ((4096,) * 8, "even = 1;", "even = 0;", Cut(busiest=16, pieces=5, shared=64)),
+        ((4096,) * 8, "longest - OVERHEAD", "longest", Cut(busiest=17, pieces=4, shared=64)),
+        ((4096,) * 12, "|| 16 * share > 17 * cut", "", Cut(busiest=32, pieces=2, shared=96)),
     ],
 )
 def test_a_planted_mistake_in_the_rule_for_even_cuts_is_caught(
-    lens: tuple[int, ...], old: str, new: str, cut: predict.Cut, machine: Emulator
+    lens: tuple[int, ...], old: str, new: str, cut: Cut, machine: Emulator
 ) -> None:
     assert machine.sources["partition.cuh"].count(old) == 1
     machine.sources["partition.cuh"] = machine.sources["partition.cuh"].replace(old, new)

@@ -434,15 +434,48 @@ def printed_by_child(arguments: list[str], jobs: object) -> list[str]:
 
 COUNTED = """
 import json, sys
-from dataclasses import asdict
-from pagedkv.bench.gpu.model import counts
+from tests.kernels.triton import compiled
 for job in json.load(sys.stdin):
-    print(json.dumps(asdict(counts.triton(*job))), flush=True)
+    print(json.dumps(compiled.count_of(*job)), flush=True)
 """
 
 
-def counted(jobs: list[tuple[str, str, int, str]]) -> list[dict[str, Any]]:
-    """Return the count of each kernel: elements of the keys, "decode" or "prefill", head dim, architecture."""
+def count_of(kv: str, dim: int, arch: str) -> dict[str, Any]:
+    """Compile a decode of these keys and heads; return the instructions of the steady tile of its loop over the keys,
+    the sizes of the kernel, and the bytes that an SM has under way."""
+    from pagedkv.bench.gpu import sass
+    from pagedkv.kernels.triton import tuning
+    from pagedkv.spec import BITS
+
+    changes = {} if kv == "bfloat16" else {"kv": f"{kv}/token_head"}
+    LAUNCHES["counted"] = lambda: attention(q_len=1, D=dim, Dv=dim, **changes)
+    kernel = dict(compiled_launches("counted", arch))["decode_kernel"]
+    code = sass.parsed(sass.disassembled(kernel.asm["cubin"]))
+    head_bytes = 2 * dim * BITS[kv] // 8
+    tuned = tuning.tuning("decode_16", tuning.Target(arch, 132), head_bytes, dim)
+    about = nvidia(kernel.asm["cubin"])
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    fit = min(65536 // (32 * warps * -(-about["registers"] // 8) * 8), (228 << 10) // (shared + 1024))
+    ctas, tile = min(fit, tuned.programs), tuned.N * head_bytes
+    sizes = {"keys": tuned.N, "registers": about["registers"], "spills": about["spills"], "warps": warps, "ctas": ctas}
+    in_flight = ctas * max(1, shared // tile - 1) * tile
+    return sizes | {"instructions": len(main_loop(code)), "in_flight": in_flight}
+
+
+def main_loop(code: list[Any]) -> list[Any]:
+    """Return the steady tile of the first innermost loop that multiplies matrices: that of finite values."""
+    from pagedkv.bench.gpu import sass
+
+    loops = [(i.target, at) for at, i in enumerate(code) if i.target is not None and i.target <= at]
+    loops = [(first, last) for first, last in loops if any(i.kind == sass.PRODUCT for i in code[first : last + 1])]
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    first, last = min(inner)
+    kinds = collections.Counter(i.kind for i in code[first : last + 1])
+    return sass.steady_tile(code, {name: kinds[name] for name in (sass.PRODUCT, sass.COPY) if kinds[name]})
+
+
+def counted(jobs: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
+    """Return the count of each decode kernel: elements of the keys, head dim, architecture."""
     return [json.loads(line) for line in printed_by_child(["-c", COUNTED], jobs)]
 
 

@@ -1,1 +1,0 @@
-"""The inside of a kernel on a GPU: hardware counters, and time stamps."""
