@@ -22,7 +22,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -40,6 +40,31 @@ LOOKED_UP: Final = 64
 """Pages that are hashed and looked up at a time. A prompt that no tier has costs one such lookup."""
 
 Salt = bytes | Mapping[int, bytes]
+
+
+class Planned(Protocol):
+    """A plan as a cache returns it."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the manager."""
+
+
+class Cache(Protocol):
+    """The verbs of PagedKVCache that a fetch calls: the same that an engine calls for a prompt."""
+
+    @property
+    def reserve(self) -> int:
+        """Frames that stay free: the watermark."""
+
+    def lookup(self, token_ids: I32, *, tenant: bytes, salt: Salt) -> int:
+        """Return how many tokens `open` would map."""
+
+    def open(self, token_ids: I32, *, tenant: bytes, salt: Salt) -> AddressSpace:
+        """Open a space that maps the longest known prefix."""
+
+    def plan(self, batch: Sequence[AddressSpace], counts: Sequence[int]) -> Planned:
+        """Map frames for new tokens. A pool that may grow does."""
 
 
 class Fetch:
@@ -217,13 +242,13 @@ class Loader:
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, cache: Any, fetch: Fetch, namer: Namer, *, tenant: bytes, salt: Salt) -> None:
+    def begin(self, cache: Cache, fetch: Fetch, namer: Namer, *, tenant: bytes, salt: Salt) -> None:
         """Look a prompt up, and begin to load what the tiers have of it."""
         fetch.page_tokens, fetch.tenant = self._manager.block_size, tenant
         fetch.look = partial(self._look, cache=cache, namer=namer, salt=salt)
         fetch.look(fetch)
 
-    def _look(self, fetch: Fetch, *, cache: Any, namer: Namer, salt: Salt) -> None:
+    def _look(self, fetch: Fetch, *, cache: Cache, namer: Namer, salt: Salt) -> None:
         size, ids, tenant = fetch.page_tokens, fetch.ids, fetch.tenant
         fetch.first = cache.lookup(ids, tenant=tenant, salt=salt) // size
         fetch.start = fetch.first if fetch.start is None else min(fetch.start, fetch.first)
@@ -273,7 +298,7 @@ class Loader:
                 break
         return pages
 
-    def _plan(self, cache: Any, fetch: Fetch, salt: Salt) -> None:
+    def _plan(self, cache: Cache, fetch: Fetch, salt: Salt) -> None:
         """Plan frames for the pages of `fetch`, and submit their loads. Without frames the fetch has no pages."""
         size, num_pages = fetch.page_tokens, len(fetch.pages)
         with self._manager.restoring():

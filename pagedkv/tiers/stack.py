@@ -27,7 +27,7 @@ from pagedkv.core.arguments import flag, real, tenant_name, token_row, whole
 from pagedkv.core.observation import Observe
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
-from pagedkv.tiers.fetch import Fetch, Loader
+from pagedkv.tiers.fetch import Cache, Fetch, Loader
 from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer, fingerprint
 from pagedkv.tiers.pool_view import PoolView
@@ -202,7 +202,7 @@ class TierStack(ThreadGuard):
 
     @exclusive
     def fetch(
-        self, cache: Any, token_ids: Sequence[int] | npt.NDArray[np.integer], tenant: bytes,
+        self, cache: Cache, token_ids: Sequence[int] | npt.NDArray[np.integer], tenant: bytes,
         salt: bytes | Mapping[int, bytes], timeout: float | None, hold: bool = False,
     ) -> Fetch:  # fmt: skip
         """See PagedKVCache.fetch."""
