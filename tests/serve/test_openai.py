@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -74,24 +73,6 @@ def test_a_chat_goes_through_the_template_of_the_checkpoint(client: Any, engine:
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], len(request.completions[0].token_ids))
-
-
-def test_fifty_concurrent_streams_have_each_the_tokens_of_its_own_seed(server: Server, engine: Engine) -> None:
-    params = [SamplingParams(max_tokens=12, temperature=1.2, seed=seed) for seed in range(50)]
-    prompts = [f"{FACTS * (seed % 4)}{ASKED}" for seed in range(50)]
-    expected = [request.completions[0].text for request in engine.generate(prompts, params)]
-
-    async def one(client: Any, seed: int) -> str:
-        stream = await client.completions.create(
-            model="bundled", prompt=prompts[seed], temperature=1.2, seed=seed, max_tokens=12, stream=True
-        )
-        return "".join([choice.text async for chunk in stream for choice in chunk.choices])
-
-    async def everyone() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-            return await asyncio.gather(*(one(client, seed) for seed in range(50)))
-
-    assert asyncio.run(everyone()) == expected
 
 
 def test_stop_ends_the_text_before_it(client: Any) -> None:

@@ -40,7 +40,7 @@ def read_all(streams: list[socket.socket]) -> tuple[list[str], list[threading.Th
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(extra: None) -> None:
     with serving() as server:
-        streams = [server.begun({**LONG, "max_tokens": 1500}) for _ in range(3)]
+        streams = [server.begun({**LONG, "max_tokens": 600}) for _ in range(3)]
         texts, readers = read_all(streams)
         server.process.send_signal(signal.SIGTERM)
         while (health := server.ask("/health")).status == 200:

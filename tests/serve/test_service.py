@@ -21,7 +21,7 @@ from pagedkv.serve.app import Routes, Service
 from pagedkv.serve.bodies import ChatBody, CompletionBody, read
 
 from ..model.sampling.test_grammar import byte_tokenizer
-from .server import ANSWER, ASKED, FACTS
+from .server import ASKED, FACTS
 
 
 @pytest.fixture(scope="module")
@@ -135,28 +135,12 @@ def test_under_a_window_a_chat_has_all_tokens_that_fit_in_chunks() -> None:
     assert params.max_tokens == engine.decoder.config.max_position_embeddings - len(prompt)
 
 
-def test_bodies_are_parsed_beside_the_event_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-
-    def noted(*arguments: Any) -> Any:
-        threads.append(threading.get_ident())
-        return read(*arguments)
-
-    monkeypatch.setattr(app, "read", noted)
-
-    async def story(routes: Routes, _: AsyncEngine) -> Any:
-        return await routes.completions(Sent({}))  # type: ignore[arg-type]
-
-    assert json.loads(during(engine, story).body)["choices"][0]["text"] == ANSWER
-    assert threads
-    assert threading.get_ident() not in threads
-
-
-def test_one_body_is_read_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_body_is_read_at_a_time_beside_the_event_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader holds the interpreter. Between two of them the event loop and the steps have their turn."""
-    inside, most = [0], [0]
+    inside, most, threads = [0], [0], set()
 
     def noted(*arguments: Any) -> Any:
+        threads.add(threading.get_ident())
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         time.sleep(0.01)
@@ -170,6 +154,8 @@ def test_one_body_is_read_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPa
 
     during(engine, story)
     assert most == [1]
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_an_answer_has_the_form_that_was_asked_for(loaded: Engine) -> None:
