@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
-
 from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
@@ -180,6 +179,8 @@ class SamplingParams:
         torch's generator starts from 32 bits. So all 64 bits of seed + sample * golden are mixed, and the high half is
         folded into the low half: two seeds give the same start with a chance of 2^-32, even if they agree in 32 bits.
         """
+        import torch  # late: a command checks its parameters before it loads torch
+
         generator = torch.Generator()
         if self.seed is None:
             generator.seed()
