@@ -39,8 +39,8 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
-	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check bench-readme \
-	bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
+	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check \
+	gpu gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -153,12 +153,6 @@ bench-check: $(STAMPS)/dev ## a quick run against the baseline of this instructi
 		$(BIN)/pagedkv bench manager --rounds 50 --record $$rows && \
 		$(BIN)/pagedkv bench attention --record $$rows && \
 		$(BIN)/pagedkv bench compare $$base $$rows --relative --tolerance 0.3
-
-bench-readme: $(STAMPS)/dev ## README's figures and the manual's charts, made again from bench/results
-	@$(BIN)/python -m pagedkv.bench.report.readme
-
-bench-report: $(STAMPS)/dev ## bench-report.html: all rows of bench/results as one page
-	@$(BIN)/pagedkv bench report
 
 gpu: ## the first ten minutes on a GPU, by the Python that has torch: OUT/gpu-results.tar.gz (STAGES=later goes on)
 	@$(PYTHON) scripts/gpu.py --out '$(OUT)' $(STAGES)

@@ -5,30 +5,28 @@ depends on what ran before (another process leaves cold caches and sleeping thre
 untimed, and returns the function that is timed. Another device supplies its own `Timer`.
 
 A repetition is disturbed, and does not count, if
-    others ran on its cores      they took more than LOST of its seconds. Of a repetition of COUNTED seconds or more,
-                                 the kernel says what CPUs had neither been idle nor run this process and those below.
-                                 Of a shorter one, and where CPUs of others count, too, each of its involuntary context
-                                 switches (getrusage) may have taken SLICE: less than 80 ms bear none
-    the clock was slow           a fixed loop of Python (`spin`), run before each turn, took SLOWER times its median
-    memory changed its state     bare reads before its turn and after it differ (memory_state.py)
+    others ran on its cores      each of its involuntary context switches (getrusage) may have taken SLICE; together
+                                 they may take LOST of its seconds, so less than 80 ms bear none
+    memory changed its state     bare reads before its turn and after it differ (memory.py)
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import random
 import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from pagedkv.bench.memory_state import States, bare_read, is_steady, states
-from pagedkv.bench.progress import track
+from pagedkv.bench.memory import bare_read, is_steady
 
 Step = Callable[[], Callable[[], object]]
 Timer = Callable[[Callable[[], object]], tuple[float, bool]]
@@ -40,14 +38,9 @@ WARM_UP: Final = 2
 SLICE: Final = 0.004
 """Seconds that another process may have had the core for, at each involuntary context switch."""
 LOST: Final = 0.05
-COUNTED: Final = 0.4
-"""Seconds of a repetition for which the kernel's hundredths are fine enough."""
 TRIES: Final = 3
 PAUSE: Final = 0.1
 """Seconds before a reading of memory is repeated: our own threads have gone to sleep then."""
-SLOWER: Final = 1.25
-SPINS: Final = 4000
-"""Passes of the loop that shows the speed of the clock: a tenth of a millisecond."""
 SECONDS_EACH: Final = 1.5
 """A variant that has taken longer than this in all is repeated no more, after three repetitions at least."""
 
@@ -59,7 +52,7 @@ class Timing:
     seconds: the median of the `clean` clean repetitions. If fewer than LEAST_CLEAN of them (or half, if there are few
              repetitions) are clean, it is the median of all repetitions, and `clean` is 0.
     turns:   the seconds of each turn that counts; None for the others.
-    memory:  the states that memory had in these turns; () if nothing was read.
+    memory:  the slowest and the fastest reading of memory in these turns, GB/s; () if nothing was read.
     """
 
     seconds: float
@@ -67,16 +60,14 @@ class Timing:
     clean: int
     repetitions: int
     turns: tuple[float | None, ...] = ()
-    memory: States = ()
+    memory: tuple[float, ...] = ()
 
     def fields(self, figure: Callable[[float], float]) -> dict[str, Any]:
-        """Return the fields of a row: median, best, worst, the figure of each turn, the number of clean turns, and the
-        states of memory."""
+        """Return the fields of a row: median, best, worst, the figure of each turn, the clean turns, and memory."""
         turns = [None if seconds is None else round(figure(seconds), 6) for seconds in self.turns]
         worst = max(seconds for seconds in self.turns if seconds is not None)
         ends = {"median": figure(self.seconds), "best": figure(self.best), "worst": figure(worst)}
-        fields = ends | {"turns": turns, "clean": self.clean}
-        return fields | {"memory": self.memory} if self.memory else fields
+        return ends | {"turns": turns, "clean": self.clean} | ({"memory": self.memory} if self.memory else {})
 
 
 def ratios(one: Timing, other: Timing, figure: Callable[[float, float], float]) -> list[float]:
@@ -101,52 +92,24 @@ def own_switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def _threads() -> Iterator[Path]:
-    """Yield the folder in /proc of each thread of this process and of all its descendants."""
-    found = [os.getpid()]
+def switches_below() -> int:
+    """Return the involuntary context switches of this process and of all its descendants so far."""
+    count, found = 0, [os.getpid()]
     while found:
         with contextlib.suppress(OSError):  # a process or a thread that ended meanwhile
             for thread in Path(f"/proc/{found.pop()}/task").iterdir():
                 found += map(int, (thread / "children").read_text(encoding="utf-8").split())
-                yield thread
-
-
-def switches_below() -> int:
-    """Return the involuntary context switches of this process and of all its descendants so far."""
-    count = 0
-    for thread in _threads():
-        with contextlib.suppress(OSError):
-            status = (thread / "status").read_text(encoding="utf-8")
-            count += int(status.rpartition("nonvoluntary_ctxt_switches:")[2])
+                status = (thread / "status").read_text(encoding="utf-8")
+                count += int(status.rpartition("nonvoluntary_ctxt_switches:")[2])
     return count
-
-
-def not_of_others() -> float:
-    """Return the CPU seconds, of all CPUs, that were idle or ran this process or its descendants so far; NaN without
-    /proc."""
-    tick, own = 1 / os.sysconf("SC_CLK_TCK"), str(os.getpid())
-    try:
-        idle, waiting = Path("/proc/stat").read_text(encoding="utf-8").split(maxsplit=6)[4:6]
-    except (OSError, ValueError):
-        return math.nan
-    seconds = (int(idle) + int(waiting)) * tick + time.process_time()
-    for process in {thread.parents[1] for thread in _threads()}:
-        if process.name != own:
-            with contextlib.suppress(OSError):
-                fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-                seconds += (int(fields[11]) + int(fields[12])) * tick
-    return seconds
 
 
 def watched(run: Callable[[], T], switches: Callable[[], int] = own_switches) -> tuple[T, float, bool]:
     """Return what `run` returns, its seconds, and whether it was undisturbed by other processes."""
-    before, ours, began = switches(), not_of_others(), time.perf_counter()
+    before, began = switches(), time.perf_counter()
     result = run()
     seconds = time.perf_counter() - began
-    if is_undisturbed(switches() - before, seconds):
-        return result, seconds, True
-    whole = (os.cpu_count() or 1) * seconds
-    return result, seconds, seconds >= COUNTED and whole - (not_of_others() - ours) <= LOST * seconds  # not so with NaN
+    return result, seconds, is_undisturbed(switches() - before, seconds)
 
 
 def together(
@@ -175,17 +138,6 @@ def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
     return (result.seconds, result.clean) if isinstance(result, Elsewhere) else (seconds, is_clean)
 
 
-def spin() -> float:
-    """Return the seconds of a fixed loop, the best of three: they grow when the clock of the core slows down."""
-    best = math.inf
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in range(SPINS):
-            pass
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
 @dataclass(frozen=True)
 class Elsewhere:
     """The timing that another process reports of its own call."""
@@ -206,14 +158,12 @@ class Turns(Generic[Name]):
         self.taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in variants}
         self.turns, self.text, self.warm_up = turns, text, warm_up
         self._read = bare_read() if reads_memory else lambda: math.nan
-        self._spins: list[float] = []
         self._rates: list[float] = []
 
     def __iter__(self) -> Iterator[list[Name]]:
         """Yield the variants in a new order for each turn. The first `warm_up` turns do not count."""
         for order in by_lot(self.taken, self.turns, self.text, warm_up=self.warm_up):
             self._read_memory()
-            self._spins.append(spin())
             yield order
         self._read_memory()
 
@@ -236,11 +186,11 @@ class Turns(Generic[Name]):
         del self.taken[name]
 
     def timings(self) -> dict[Name, Timing]:
-        """Return the timing of each variant. A slow clock, or a change of memory's state, disturbs a turn for all."""
-        counted, rates = self._spins[self.warm_up :], self._rates[self.warm_up :]
-        most, around = SLOWER * statistics.median(counted), [*rates, *rates[-1:]]
-        steady = [spin <= most and is_steady(*around[turn : turn + 2]) for turn, spin in enumerate(counted)]
-        memory = states(rates)
+        """Return the timing of each variant. A change of memory's state disturbs a turn for all."""
+        rates = self._rates[self.warm_up :]
+        steady = [is_steady(before, after) for before, after in itertools.pairwise(rates)]
+        read = [round(rate, 2) for rate in rates if not math.isnan(rate)]
+        memory = (min(read), max(read)) if read else ()
         return {
             name: replace(
                 settled([(s, ok and on) for (s, ok), on in zip(runs[self.warm_up :], steady, strict=False)]),
@@ -266,14 +216,26 @@ def in_turn(
 
 
 def by_lot(variants: Iterable[Name], turns: int, text: str = "turns", *, warm_up: int = 1) -> Iterator[list[Name]]:
-    """Yield the variants in an order drawn anew for each of `warm_up` turns, which do not count, and of `turns` turns.
+    """Yield the variants in a new random order for each of `warm_up` turns, which do not count, and of `turns` turns.
 
-    text: the text of a progress bar.
+    text: the text of a progress line.
     """
     lots, order = random.Random(0), list(variants)
     for _ in track(range(warm_up + turns), text):
         lots.shuffle(order)
         yield list(order)
+
+
+def track(steps: Sequence[T], text: str) -> Iterator[T]:
+    """Yield each of `steps`. A line on a terminal says how many are done; it changes only between two steps."""
+    shown, clear = -math.inf, "\r\033[K"
+    for done, step in enumerate(steps):
+        if sys.stderr.isatty() and time.monotonic() > shown + 0.1:
+            print(f"{clear}{text}: {done} of {len(steps)}", end="", file=sys.stderr, flush=True)
+            shown = time.monotonic()
+        yield step
+    if shown > 0:
+        print(clear, end="", file=sys.stderr, flush=True)
 
 
 def _least(repetitions: int) -> int:

@@ -1,8 +1,8 @@
-"""The provenance of a benchmark row (machine, commit, versions, time, command), and the file that keeps rows.
+"""Rows of benchmarks: their provenance (machine, commit, versions, time, command), and the files that keep them.
 
 This file knows no benchmark. Rows are appended to `results/` of a checkout, each by one write, so that an interrupted
 run leaves whole rows. An installed package has no such folder, and a folder may be read-only: a run that was told no
-file then goes on and keeps no rows.
+file then goes on and keeps no rows. A cell is all that a row measures but for the variant: a case and its axes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import pagedkv
+from pagedkv import regular_files
 from pagedkv.errors import InvalidRequest
+
+Row = dict[str, Any]
 
 HERE: Final = Path(__file__).resolve().parent
 VERSIONED: Final = ("numpy", "numba", "torch")
+NOT_AXES: Final = ("bench", "case", "variant")
+MOST_BYTES: Final = 2**26
 COPIED: Final = "commit"
 """A file beside this one, in a copy of a checkout that has no git (scripts/on_gpu/tree.py): the commit."""
 
@@ -127,6 +132,43 @@ def append(rows: Iterable[dict[str, Any]], path: Path | None, name: str) -> None
                 f"the rows cannot be written to {target}: {why.strerror}; --record FILE names another file"
             ) from None
         _note(str(why))
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a regular file of up to MOST_BYTES. Rows of older forms, without a variant, are left out.
+
+    Raises: InvalidRequest for another file, or a line that is no row
+    """
+    rows = []
+    try:
+        lines = regular_files.read(path, MOST_BYTES).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as why:
+        raise InvalidRequest(f"{path} cannot be read: {why}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise InvalidRequest(f"{path}, line {number} is no row of a benchmark; give a file of JSON lines")
+        if {"bench", "case", "variant", "unit", "median"} <= set(row):
+            rows.append(row)
+    return rows
+
+
+def axes_of(row: Row) -> Row:
+    """Return the axes of a row: its fields before `unit` but for the benchmark, the case and the variant."""
+    return {name: row[name] for name in list(row)[: list(row).index("unit")] if name not in NOT_AXES}
+
+
+def shallow(row: Row, layers: int) -> Row:
+    """Return a row of a model with fewer layers: it says so, and promises nothing."""
+    return {"layers": layers} | row | {"must": None}
+
+
+def of_layers(row: Row) -> str:
+    """Return ", N layers" for a row of a model with fewer layers, else ""."""
+    return f", {row['layers']} layers" if "layers" in row else ""
 
 
 _noted: set[str] = set()

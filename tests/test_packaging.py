@@ -123,9 +123,7 @@ def test_the_wheel_carries_all_of_the_package(wheel):
     tracked = [path for path in (ROOT / "pagedkv").rglob("*.py") if "__pycache__" not in path.parts]
     expected = {path.relative_to(ROOT).as_posix() for path in tracked}
     expected |= {f"pagedkv/kernels/triton/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
-    expected |= {f"pagedkv/bench/{path.name}" for path in (ROOT / "bench").glob("*.py")} | {
-        "pagedkv/bench/report/page.html"
-    }
+    expected |= {f"pagedkv/bench/{path.name}" for path in (ROOT / "bench").glob("*.py")}
     expected |= {f"pagedkv/kernels/cuda_sources/{path.name}" for path in (ROOT / "csrc/cuda").iterdir()}
     expected |= {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "pagedkv/checkpoint/bundled").rglob("*") if path.is_file()

@@ -75,6 +75,10 @@ class Cell:
         lens[0] += self.batch * self.context - sum(lens)
         return lens
 
+    def flops(self) -> int:
+        """Return the operations of a causal prefill: two products of D for each query head and each visible key."""
+        return 4 * self.heads * self.head_dim * (self.new * self.context - self.new * (self.new - 1) // 2) * self.batch
+
     def group(self) -> tuple[Any, ...]:
         """Return the key of the cell's group: cells with equal keys take turns."""
         return (self.kind, self.batch, self.context, self.new, self.heads, self.kv_heads, self.head_dim, self.threads)

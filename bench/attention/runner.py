@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +32,9 @@ from pagedkv import bind_attention, bind_write, explain
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.attention.pool import Pool, region_of
 from pagedkv.bench.attention.vllm_peer import Vllm
-from pagedkv.bench.clock import Step, Timing, compare, in_turn
+from pagedkv.bench.clock import Step, Timing, compare, in_turn, ratios
 from pagedkv.bench.memory import available
-from pagedkv.bench.memory_state import States
+from pagedkv.bench.record import Row
 from pagedkv.kernels import cpu, quant, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
 from pagedkv.kernels.linear.cpu import is_slow_in_torch
@@ -48,6 +49,12 @@ CALLS: Final = 200
 SLOW: Final = ("numba", "reference")
 """Kernels that are measured on plain cells only; the reference on small plain cells only."""
 PLAIN: Final = "measured on plain cells only"
+MUSTS: Final = {
+    ("decode", "bfloat16", "", 1): 0.75, ("decode", "bfloat16", "", 2): 0.85, ("decode", "float32", "", 1): 0.8,
+    ("decode", "float32", "", 2): 0.85, **{("write", "bfloat16", "", threads): 0.5 for threads in (1, 2)},
+    **{("write", "bfloat16", kv, threads): 0.3 for kv in ("int8", "fp8_e4m3") for threads in (1, 2)},
+}  # fmt: skip
+"""(kind, dtype, kv, threads): the share of the ceiling that is promised, of decode in contexts of 4,096 and more."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Asked:
 
 
 @dataclass
-class Row:
+class Measured:
     """The measurement of one cell: the timing of each variant, and for each variant without a timing the reason."""
 
     cell: Cell
@@ -75,58 +82,31 @@ class Row:
             return cell.new * cell.kv_heads * 2 * cell.head_dim * quant.DTYPES[cell.dtype].itemsize
         return sum(-(-n // cell.block_size) for n in cell.lens()) * spec.frame_bytes
 
-    @property
-    def flops(self) -> int:
-        """Operations of a causal prefill: two products of D for each query head and each key that a query sees."""
-        cell = self.cell
-        pairs = cell.new * cell.context - cell.new * (cell.new - 1) // 2
-        return 4 * cell.heads * cell.head_dim * pairs * cell.batch
-
-    @property
-    def memory(self) -> States:
-        """The states of memory in the turns of this cell; a call's data lies in caches, so those of a call are ()."""
-        found = next(iter(self.timings.values()), None)
-        return () if found is None or self.cell.kind == "call" else found.memory
-
-    def seconds(self, who: str) -> float | None:
-        """Return the median of one call, or None if the variant was not measured."""
-        timing = self.timings.get(who)
-        return None if timing is None else timing.seconds / (CALLS if self.cell.kind == "call" else 1)
-
-    def over(self, who: str, other: str) -> float | None:
-        """Return how many times as fast as `other` the variant `who` is, turn by turn; None if one was not measured."""
-        return compared(self.timings.get(who), self.timings.get(other), lambda ours, theirs: theirs / ours)
-
-    def record(self) -> dict[str, Any]:
-        """Return the row as JSON keeps it."""
-        results = {}
+    def rows(self) -> Iterator[Row]:
+        """Yield a row for each variant, and for each that could not be measured."""
+        cell, calls = self.cell, CALLS if self.cell.kind == "call" else 1
+        axes = {"case": cell.kind, "shape": str(cell).removeprefix(f"{cell.kind} ")}
+        bound = next((bound for bound in (CEILING, PRODUCT) if bound in self.timings), "")
         for who, timing in self.timings.items():
-            seconds = self.seconds(who) or 0.0
-            results[who] = {"us": round(seconds * 1e6, 2), "clean": timing.clean, "repetitions": timing.repetitions}
-            calls = CALLS if self.cell.kind == "call" else 1
-            results[who]["turns"] = [turn and round(turn / calls * 1e6, 2) for turn in timing.turns]
-            if self.cell.kind == "prefill":
-                results[who]["GFLOP_per_s"] = round(self.flops / seconds / 1e9, 1)
-            elif self.cell.kind != "call":
-                results[who]["GB_per_s"] = round(self.bytes / seconds / 1e9, 2)
-            for bound in (CEILING, PRODUCT):
-                if bound in self.timings:
-                    results[who][f"of_{bound}"] = round(self.over(who, bound) or 0.0, 3)
-        return {
-            "cell": asdict(self.cell),
-            "isa": cpu.isa() if not _no_extension() else None,
-            "results": results,
-            "refused": self.refused,
-        } | ({"memory": self.memory} if self.memory else {})
+            row = axes | {"variant": who, "unit": "us"} | timing.fields(lambda seconds: 1e6 * seconds / calls)
+            if bound:
+                shares = [round(share, 4) for share in ratios(self.timings[bound], timing, truediv)]
+                row |= {"bound": bound, "efficiency": compare(self.timings[bound], timing, truediv), "ratios": shares}
+            if cell.kind == "prefill":
+                row["gflop_per_s"] = cell.flops() / timing.seconds / 1e9
+            elif cell.kind != "call":
+                row["gb_per_s"] = self.bytes / timing.seconds / 1e9
+            must = MUSTS.get((cell.kind, cell.dtype, cell.kv, cell.threads)) if who == "cpu" else None
+            is_common = cell.context >= 4096 and (cell.heads, cell.kv_heads, cell.head_dim) == (32, 8, 128)
+            row["must"] = must if is_common or cell.kind == "write" else None
+            yield row | {"isa": None if _no_extension() else cpu.isa(), "cell": asdict(cell)}
+        for who, why in self.refused.items():
+            if why != PLAIN:
+                yield axes | {"variant": who, "unit": "us", "median": None, "why_not": why}
 
 
-def compared(one: Timing | None, other: Timing | None, figure: Callable[[float, float], float]) -> float | None:
-    """Return clock.compare of two timings; None if one was not measured."""
-    return None if one is None or other is None else compare(one, other, figure)
-
-
-def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:
-    """Yield a row for each cell. The cells of a group take turns."""
+def measure(cells: Iterable[Cell], asked: Asked, report: Callable[[Row], None]) -> None:
+    """Hand the rows of each cell to `report`. The cells of a group take turns."""
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(cell.group(), []).append(cell)
@@ -134,7 +114,9 @@ def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:
         for group in groups.values():
             vllm = vllm_with(group[0].threads)
             for some in _that_fit(group):
-                yield from _measure_group(some, asked, vllm)
+                for one in _measured(some, asked, vllm):
+                    for row in one.rows():
+                        report(row)
                 if isinstance(vllm, Vllm):
                     vllm.forget()
 
@@ -154,21 +136,21 @@ def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
     yield part
 
 
-def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterator[Row]:
-    rows, steps = [Row(cell) for cell in cells], {}
+def _measured(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> list[Measured]:
+    found, steps = [Measured(cell) for cell in cells], {}
     fit = [size for size in map(Pool.bytes_of, cells) if size <= available() // 3]
     region = region_of(max(fit)) if fit else None
     with on_threads(cells[0].threads):
-        for i, row in enumerate(rows):
-            for who, step in _variants(row.cell, region, asked, vllm).items():
+        for i, one in enumerate(found):
+            for who, step in _variants(one.cell, region, asked, vllm).items():
                 if isinstance(step, str):
-                    row.refused[who] = step
+                    one.refused[who] = step
                 else:
                     # vLLM runs in another process: our threads, spinning after a wake-up, would disturb vLLM's threads
                     steps[i, who] = step if who == VLLM else awake(step)
         for (i, who), timing in in_turn(steps, asked.repetitions).items():
-            rows[i].timings[who] = timing
-    yield from rows
+            found[i].timings[who] = timing
+    return found
 
 
 def awake(step: Step) -> Step:
@@ -280,7 +262,7 @@ def _read(cell: Cell, pool: Pool) -> Step | str:
 
 def _gemm(cell: Cell, pool: Pool) -> Step | str:
     """Return a square product with as many operations as the cell."""
-    n, dtype = round((Row(cell).flops / 2) ** (1 / 3)), quant.DTYPES[cell.dtype]
+    n, dtype = round((cell.flops() / 2) ** (1 / 3)), quant.DTYPES[cell.dtype]
     if is_slow_in_torch(dtype):
         return f"torch multiplies {cell.dtype} without oneDNN here: a product takes a hundred times as long as ours"
     a, b = (torch.randn(n, n).to(dtype) for _ in range(2))

@@ -1,7 +1,7 @@
 """The run of `pagedkv bench bandwidth`: for each number of threads the ceilings, then each operation beside its own.
 
 Subjects of a case take turns, and each repetition has a ceiling before it and after it. A row is reported as soon as
-its case is complete; the rows of case "state" say in which states the memory was.
+its case is complete; the rows of case "state" have the speed of memory over the run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Turns with a ceiling before and after each repetition, the states of memory, and rows.
+"""Turns with a ceiling before and after each repetition, and rows.
 
     ratio of a repetition  =  bytes / seconds / mean speed of the ceiling before it and after it
 
 A repetition is left out, and counted, if other processes disturbed it (clock.py), or if the speed of the ceiling
-after it differs from that before it: then memory changed its state meanwhile (memory_state.py).
+after it differs from that before it: then memory changed its state meanwhile (memory.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagedkv.bench.attention.runner import awake
 from pagedkv.bench.bandwidth.ceilings import Bound
 from pagedkv.bench.bandwidth.subjects import Subject
 from pagedkv.bench.clock import WARM_UP, Timer, Timing, in_turn, on_this_cpu
-from pagedkv.bench.memory_state import is_steady, states
+from pagedkv.bench.memory import is_steady
 
 Row = dict[str, Any]
 TRIES: Final = 3
@@ -34,12 +34,11 @@ class Speeds:
     changed: int = 0
 
     def row(self, axes: dict[str, Any]) -> Row:
-        """Return the speed of the ceiling over the whole run, and the states that it had."""
+        """Return the speed of the ceiling over the whole run, and how many repetitions were left out."""
         rates = [rate / 1e9 for rate, is_clean in self.readings if is_clean] or [r / 1e9 for r, _ in self.readings]
         row = {"case": "state", "bound": self.bound.name} | axes | {"variant": "memory", "unit": "GB/s"}
         row |= {"median": statistics.median(rates), "best": max(rates), "worst": min(rates)}
-        row |= {"states": states(rates) if self.bound.is_memory else [], "readings": len(rates)}
-        return row | {"switched": self.switched, "changed": self.changed}
+        return row | {"readings": len(rates), "switched": self.switched, "changed": self.changed}
 
 
 @dataclass(frozen=True)

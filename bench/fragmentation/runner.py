@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.bench.clock import track
 from pagedkv.bench.fragmentation import runs
 from pagedkv.bench.fragmentation.account import Account, Allocator
 from pagedkv.bench.fragmentation.cells import (
@@ -36,7 +37,6 @@ from pagedkv.bench.fragmentation.cells import (
 from pagedkv.bench.fragmentation.live import Live
 from pagedkv.bench.fragmentation.simulation import Simulation, Tally
 from pagedkv.bench.fragmentation.workloads import WORKLOADS, Workload, traced
-from pagedkv.bench.progress import track
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from pagedkv import debug
-from pagedkv.bench.progress import track
-from pagedkv.bench.rows import shallow
+from pagedkv.bench.clock import track
+from pagedkv.bench.record import shallow
 from pagedkv.cache import PagedKVCache
-from pagedkv.checkpoint import BUNDLED, records
+from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.linear.cpu import is_slow_in_torch
@@ -59,12 +59,6 @@ def quick_config() -> dict[str, Any]:
 def of_model(config: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """Return a row that was measured with `config`. A row of SHALLOW has `layers`, and no promise."""
     return shallow(row, config["num_hidden_layers"]) if config == SHALLOW else row
-
-
-def recall_questions() -> list[tuple[str, str]]:
-    """Return 100 pairs of a prompt about a page of 1,000 tokens and its answer, for the bundled checkpoint."""
-    pages = (records.document(1000, seed=50_000 + seed) for seed in range(10))
-    return [(page.prompt(asked), asked.answer) for page in pages for asked in page.questions[:10]]
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> None:

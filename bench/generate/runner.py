@@ -1,10 +1,8 @@
 """Time of the reference engine: its steps against the speed of memory, its prefill against torch's matrix products.
 
     decode      ms of one `Engine.step` that gives each sequence a token, after a context that lies in the pool
-    part        ms of each operation in such a step
     prefill     ms of the step that takes in a prompt of random ids
     overhead    ms of a step whose forward pass computes nothing: schedule, plan, sample, commit, deliver
-    sampling    ms in which `sample` draws from logits of 151,936 words (Qwen3's real vocabulary)
 
 The variants take turns: the engine, the engine with torch's linear layers, generate() of transformers with its caches,
 per token, and decode steps of other engines, each in a process of its own (peers/). Before and after each variant
@@ -24,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from operator import truediv
 from pathlib import Path
@@ -33,34 +30,29 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, settled, together
+from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, settled, together, track
 from pagedkv.bench.generate import models
-from pagedkv.bench.generate.parts import parts
 from pagedkv.bench.generate.peers.process import Lost, Peer, opened, size_of, started
-from pagedkv.bench.memory_state import is_steady, states
-from pagedkv.bench.progress import track
+from pagedkv.bench.memory import is_steady
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
 from pagedkv.kernels.threads import num_threads
 from pagedkv.model.engine import Engine
-from pagedkv.sampling.logits import LogitsRules
 from pagedkv.sampling.params import SamplingParams
-from pagedkv.sampling.sampler import SamplingRow, sample
 
 OURS, TORCH, STATIC, DYNAMIC = "pagedkv", "pagedkv, F.linear", "StaticCache", "DynamicCache"
 STEPS: Final = 24
 """Steps of a turn; their median counts. Together they take long enough for the kernel's count of what others ran."""
 TOKENS: Final = 8
-"""Tokens that transformers generates in a turn, and draws of a sampler."""
+"""Tokens that transformers generates in a turn."""
 SHAPES: Final = ((1, 128), (1, 2048), (1, 8192), (8, 128), (8, 2048), (8, 8192))
 """(sequences, tokens of context)."""
 QUICK: Final = ((1, 128), (1, 2048), (8, 128))
 MOST_OF_HOST: Final = 8192
 """Tokens of context, in all sequences, up to which transformers takes turns: a turn takes minutes beyond."""
-PARTS: Final = ((1, 2048), (8, 128))
-"""Shapes whose steps are taken apart."""
 PROMPT: Final = 2048
-VOCABULARY: Final = 151_936
+OVERHEADS: Final = (1, 64, 256)
+"""Sequences of the steps whose forward pass computes nothing."""
 PIECE: Final = 65_536
 """Bytes of a run of the bare read."""
 MEMORY: Final = "gb_per_s"
@@ -69,8 +61,7 @@ MEMORY: Final = "gb_per_s"
 MUSTS: Final[dict[tuple[Any, ...], float]] = {
     ("decode", 1, 128): 1.35, ("decode", 1, 2048): 1.4, ("decode", 1, 8192): 1.3, ("decode", 8, 128): 1.8,
     ("decode", 8, 2048): 1.65, ("decode", 8, 8192): 1.4, ("prefill", 1, PROMPT): 1.2, ("overhead", 1): 0.3,
-    ("overhead", 64): 1.5, ("overhead", 256): 5.0, ("temperature", 1): 0.4, ("top_k", 1): 0.8, ("top_p", 1): 2.0,
-    ("temperature", 8): 3.0, ("top_k", 8): 5.0, ("top_p", 8): 10.0,
+    ("overhead", 64): 1.5, ("overhead", 256): 5.0,
 }  # fmt: skip
 """(case, batch[, context]): how many times its bound a step may take, or its ms if it has no bound."""
 
@@ -108,11 +99,8 @@ def measure(
             print(absent, file=sys.stderr)
         for shape in shapes:
             _report_decode(report_of_model, engine, _Others(host, peers), shape, turns)
-            if shape in PARTS:
-                _report_parts(report_of_model, engine, shape, turns)
         _report_prefill(report_of_model, engine, host, turns)
         _report_overhead(report_of_model, engine, turns)
-    _report_sampling(report, turns)
 
 
 class _Host:
@@ -209,13 +197,6 @@ def steps(engine: Engine) -> Taken:
     return together(lambda: [on_this_cpu(engine.step) for _ in range(STEPS)])
 
 
-def timed_step(engine: Engine) -> float:
-    """Return the seconds of one step."""
-    began = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - began
-
-
 def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple[int, int], turns: int) -> None:
     batch, context = shape
     host, peers = others.host, {peer.variant.name: peer for peer in others.peers}
@@ -245,13 +226,6 @@ def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple
     _report_times(report_with_dtypes, "decode", shape, found, num_bytes, MEMORY)
     for variant, why in lost.items():
         report_with_dtypes(_axes("decode", shape, variant) | {"median": None, "why_not": why})
-
-
-def _report_parts(report: Report, engine: Engine, shape: tuple[int, int], turns: int) -> None:
-    found = [parts(engine, *shape, steps=STEPS) for _ in track(range(turns), "parts of a step")]
-    for name in found[0][0]:
-        timing = settled([(seconds[name], is_clean) for seconds, is_clean in found])
-        report(_row("part", shape, name, timing))
 
 
 def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: int) -> None:
@@ -301,7 +275,7 @@ def product_speed(rows: int) -> float:
 
 
 def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
-    for batch in (1, 64, 256):
+    for batch in OVERHEADS:
         taken = []
         for _ in track(range(turns), f"overhead of {batch} sequences"):
             requests = models.filled(engine, batch, 32)
@@ -310,23 +284,6 @@ def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
                 taken.append(steps(engine))
             models.emptied(engine, requests)
         report(_row("overhead", (batch, 32), OURS, settled(taken)) | {"must": MUSTS.get(("overhead", batch))})
-
-
-def _report_sampling(report: Report, turns: int) -> None:
-    options: dict[str, dict[str, Any]] = {"temperature": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.9}}
-    options |= {f"{name}, log-probs": {**given, "logprobs": 20} for name, given in options.items()}
-    options["penalties"] = {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
-    for batch in (1, 8):
-        logits = 3 * torch.randn(batch, VOCABULARY)
-        for name, given in options.items():
-            params = SamplingParams(temperature=0.8, seed=0, **given)
-            rules = [LogitsRules.of(params, torch.randint(VOCABULARY, (1000,)).tolist(), 500) for _ in range(batch)]
-            rows = [SamplingRow(params, params.generator(i), of_row) for i, of_row in enumerate(rules)]
-            taken = [
-                on_this_cpu(partial(sample, logits, rows))
-                for _ in track(range(TOKENS * turns + 1), f"sampling: {name}")
-            ]
-            report(_row("sampling", (batch, 0), name, settled(taken[1:])) | {"must": MUSTS.get((name, batch))})
 
 
 def _in_turns(
@@ -386,7 +343,7 @@ def _report_times(
         row["bound"] = 1e3 * statistics.median(work / rate for rate in rates)
         row[speed] = statistics.median(rates) / 1e9
         if speed == MEMORY:
-            row["memory"] = states([rate / 1e9 for rate in rates])
+            row["memory"] = [round(end(rates) / 1e9, 2) for end in (min, max)]
         report(row if variant == OURS else row | {"over_pagedkv": compare(timing, ours, truediv)})
 
 

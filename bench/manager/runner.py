@@ -14,17 +14,17 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from pagedkv.bench.clock import settled
+from pagedkv.bench.clock import settled, track
 from pagedkv.bench.manager import frame_pool, peers
 from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, ROW, timed, turn_of
-from pagedkv.bench.progress import track
+from pagedkv.bench.record import Row
 from pagedkv.bench.worker_process import WorkerProcess
 from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
@@ -69,49 +69,33 @@ class Case:
 
 @dataclass
 class Figure:
-    """The median of one case for one manager, and that of each turn; without a measurement, the reason in `why_not`.
+    """The runs of one case by one manager; without a measurement, the reason in `why_not`.
 
-    turns: None for a turn with an involuntary context switch, unless too few are `clean`: then all count, and it is 0.
+    samples: of each turn its runs that count, in the unit of the case, and whether no context switch fell into it.
     """
 
     who: str
-    case: str
-    unit: str
-    median: float | None = None
-    best: float | None = None
-    limit: float | None = None
-    runs: int = 0
+    case: Case
     why_not: str = ""
     version: str = ""
-    turns: list[float | None] = field(default_factory=list, repr=False)
-    clean: int = 0
-    samples: list[tuple[list[float], bool]] = field(default_factory=list, repr=False)
+    samples: list[tuple[list[float], bool]] = field(default_factory=list)
     took: float = 0.0  # seconds
 
-    def add(self, answer: dict[str, Any], case: Case) -> None:
+    def add(self, answer: dict[str, Any]) -> None:
         """Add the runs of one turn, in the form of Peer.ask; the first `case.skipped` runs do not count."""
-        self.why_not = answer.get("absent", "")
+        case, self.why_not = self.case, answer.get("absent", "")
         self.took += sum(answer.get("seconds", ()))
         found = [seconds / case.work * SCALE[case.unit] for seconds in answer.get("seconds", ())[case.skipped :]]
         self.samples += [(found, answer.get("clean", True))] if found else []
 
-    def settle(self) -> None:
-        """Compute median and best of the samples of the turns that count."""
-        if self.samples:
-            timing = settled([(statistics.median(runs), is_clean) for runs, is_clean in self.samples])
-            counted = [
-                value
-                for (runs, _), turn in zip(self.samples, timing.turns, strict=True)
-                if turn is not None
-                for value in runs
-            ]
-            self.median, self.best, self.clean = statistics.median(counted), min(counted), timing.clean
-            self.runs = sum(len(runs) for runs, _ in self.samples)
-            self.turns = [None if turn is None else round(turn, 4) for turn in timing.turns]
-
-    def row(self) -> dict[str, Any]:
-        """Return the figure as JSON keeps it."""
-        return {name: value for name, value in asdict(self).items() if name not in ("samples", "took")}
+    def row(self) -> Row:
+        """Return the row: its turns are the medians of the runs of a turn."""
+        row = {"case": self.case.name, "variant": self.who, "unit": self.case.unit}
+        timing = (
+            settled([(statistics.median(runs), is_clean) for runs, is_clean in self.samples]) if self.samples else None
+        )
+        row |= timing.fields(lambda value: value) if timing else {"median": None, "why_not": self.why_not}
+        return row | {"must": self.case.limit if self.who == OURS else None, "version": self.version}
 
 
 def prompt(seed: int, pages: int) -> np.ndarray:
@@ -287,6 +271,15 @@ CASES: Final = (
 )
 
 
+def chosen(texts: Sequence[str]) -> list[Case]:
+    """Return the cases whose names have one of the texts; all without one. Raises: InvalidRequest if there is none"""
+    found = [case for case in CASES if not texts or any(text in case.name for text in texts)]
+    if not found:
+        names = ", ".join(case.name for case in CASES)
+        raise InvalidRequest(f"no case is named by --case {' --case '.join(texts)}; the cases are: {names}")
+    return found
+
+
 class Peer:
     """A process that drives one of the managers of peers.py: the first of `pythons` that can import the manager.
 
@@ -334,20 +327,19 @@ def _answer(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"absent": str(ended)}
 
 
-def measure(rounds: int, pythons: Sequence[str] = (), cases: Sequence[Case] | None = None) -> list[Figure]:
-    """Measure `cases` (None: CASES) for `rounds` rounds; return our figures, then those of each peer.
+def measure(
+    rounds: int, report: Callable[[Row], None], *, pythons: Sequence[str] = (), cases: Sequence[Case] = CASES
+) -> None:
+    """Measure `cases` for `rounds` rounds; hand our row of each case to `report`, then those of the peers.
 
     pythons: the interpreters in which to look for peers, before this one.
     """
-    cases = CASES if cases is None else cases
     with ExitStack() as stack:
         starting = track(peers.PEERS, "starting peers")
         others = [stack.enter_context(closing(Peer(name, [*pythons, sys.executable]))) for name in starting]
-        figures = [Figure(OURS, case.name, case.unit, limit=case.limit) for case in cases]
+        figures = [Figure(OURS, case) for case in cases]
         theirs = {
-            case: [
-                (peer, Figure(peer.name, case.name, case.unit, version=peer.version)) for peer in others if case.peer
-            ]
+            case: [(peer, Figure(peer.name, case, version=peer.version)) for peer in others if case.peer]
             for case in cases
         }
         runs, lots = [case.make() for case in cases], random.Random(0)
@@ -355,10 +347,9 @@ def measure(rounds: int, pythons: Sequence[str] = (), cases: Sequence[Case] | No
         for at, (case, run, figure) in enumerate(track(turns, "manager")):
             if at // len(cases) < case.rounds:
                 _turn(case, run, figure, theirs[case], lots)
-    every = [*figures, *(its for pairs in theirs.values() for _, its in pairs)]
-    for figure in every:
-        figure.settle()
-    return every
+    for figure in figures:
+        for its in (figure, *(its for _, its in theirs[figure.case])):
+            report(its.row())
 
 
 def _turn(
@@ -368,6 +359,6 @@ def _turn(
     managers: list[tuple[Peer | None, Figure]] = [(None, ours), *theirs]
     for peer, figure in lots.sample(managers, len(managers)):
         if peer is None:
-            figure.add(turn_of(run, case.runs), case)
+            figure.add(turn_of(run, case.runs))
         elif not figure.why_not and figure.took < PATIENCE:
-            figure.add(peer.ask(case), case)
+            figure.add(peer.ask(case))

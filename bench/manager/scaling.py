@@ -1,8 +1,8 @@
 """The cost of a decode step against pool size and context length: `pagedkv bench manager --scaling`.
 
-The lines should be nearly flat. All points take turns, in an order drawn anew for each round; the first round does not
-count. The step is plan + commit for 64 sequences,
-prefix cache on. In a full pool, each frame that a step takes is evicted first.
+The lines should be nearly flat. All points take turns, in a new random order for each round; the first round does not
+count. The step is plan + commit for 64 sequences, prefix cache on. In a full pool, each frame that a step takes is
+evicted first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from pagedkv.bench.clock import by_lot
 from pagedkv.bench.manager.peers import BLOCK, turn_of
 from pagedkv.bench.manager.runner import OURS, Case, Figure, decode, full_pool
+from pagedkv.bench.record import Row
 from pagedkv.core import MemoryManager
 
 BATCH: Final = 64
@@ -49,25 +50,15 @@ POINTS: Final = (
 )
 
 
-def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figure]:
-    """Measure the microseconds per step at each point."""
+def measure(rounds: int, report: Callable[[Row], None], points: tuple[Point, ...] = POINTS) -> None:
+    """Measure the microseconds per step at each point; hand the rows to `report`, in the order of the points."""
     cases = {p: Case(f"step of {BATCH} sequences, {p.size:,} {p.line}", "us", None, 1, p.make) for p in points}
     runs = {point: case.make() for point, case in cases.items()}
-    figures = {point: Figure(OURS, case.name, case.unit) for point, case in cases.items()}
+    figures = {point: Figure(OURS, case) for point, case in cases.items()}
     for number, order in enumerate(by_lot(points, rounds, "manager against size")):
         for point in order:
             answer = turn_of(runs[point], cases[point].runs)
             if number:
-                figures[point].add(answer, cases[point])
+                figures[point].add(answer)
     for figure in figures.values():
-        figure.settle()
-    return figures
-
-
-def spread(figures: dict[Point, Figure]) -> dict[str, float]:
-    """Return for each line the ratio of its dearest point to its cheapest."""
-    medians = {
-        line: [figure.median or 0.0 for point, figure in figures.items() if point.line == line]
-        for line in (FREE, FULL, CONTEXT)
-    }
-    return {line: max(costs) / min(costs) for line, costs in medians.items() if costs}
+        report(figure.row())

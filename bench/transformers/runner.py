@@ -8,15 +8,13 @@
     prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
     memory      peak of a process that decodes, less its size before the cache was made; each in a process of its own
     batch       generate_batch() of eight prompts, by the host's attention and inside of paged_batching()
-    quality     the log-probabilities of int8 pages beside those of bfloat16 pages
-    recall      right answers of the bundled checkpoint to questions about documents of 1,000 tokens
 
 The model is a Llama of 100 million parameters in bfloat16 with random weights (768 wide, 12 layers, 12 heads, 4 KV
 heads of 64). A figure is the median over turns. The ratio of two variants is the median of the ratios in one turn.
 
 Where torch is slow in bfloat16 (processors without AVX-512) a long prompt takes it minutes. There the model has
-SLOW_LAYERS, and its rows say so and promise nothing. The batch has shorter prompts, `prefill` has DynamicCache only for
-prompts of up to MOST_OF_SLOW tokens, and `recall` asks SLOW_QUESTIONS.
+SLOW_LAYERS, and its rows say so and promise nothing. The batch has shorter prompts, and `prefill` has DynamicCache only
+for prompts of up to MOST_OF_SLOW tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +31,11 @@ from typing import Any, Final
 
 import torch
 import transformers
-from tokenizers import Tokenizer
 from transformers.generation import ContinuousBatchingConfig
 
 from pagedkv import write_kv
-from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, ratios, settled, watched
-from pagedkv.bench.generate.models import recall_questions
-from pagedkv.bench.progress import track
-from pagedkv.bench.rows import shallow
-from pagedkv.checkpoint import BUNDLED
+from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, ratios, settled, track, watched
+from pagedkv.bench.record import shallow
 from pagedkv.integrations.transformers import PagedCache, Pool, paged_batching, patch
 from pagedkv.integrations.transformers.batching import NEEDED
 from pagedkv.integrations.transformers.geometry import CACHE, HOST
@@ -67,8 +61,6 @@ BATCH: Final = (8, 512)
 SLOW_BATCH: Final = (4, 32)
 """The same where torch is slow in bfloat16."""
 BATCH_STEPS: Final = 32
-SLOW_QUESTIONS: Final = 10
-"""Questions of `recall` where torch is slow in bfloat16."""
 MUSTS: Final = {
     ("decode", (8, 8192), "StaticCache"): 1.8,
     ("decode", (8, 8192), "DynamicCache"): 8.0,
@@ -212,8 +204,6 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
         report_prefix(report_of_model, model, pools, turns)
     if HOST >= NEEDED:
         report_batch(report_of_model, model, turns)
-    report_quality(report_of_model, model)
-    report_recall(report)
     report_memory(report_of_model, shapes[0])
 
 
@@ -299,43 +289,6 @@ def report_batch(report: Callable[[Row], None], model: Any, turns: int) -> None:
 
     times = in_turns(("generate_batch", "pages"), turns, run)
     report_times(report, "batch", shape, times, lambda seconds: shape[0] * BATCH_STEPS / seconds, "tokens/s")
-
-
-def report_quality(report: Callable[[Row], None], model: Any) -> None:
-    """Report the mean difference of the log-probabilities that int8 pages make, on 512 random tokens."""
-    ids = torch.randint(0, 32_000, (1, 512))
-    found = {}
-    for kv_dtype in (None, "int8"):
-        handle = patch(model, kv_dtype=kv_dtype)
-        with torch.no_grad(), PagedCache(model.config, pool=handle.pool) as cache:
-            logits = model(ids, **{CACHE: cache}).logits[0, :-1].float().log_softmax(-1)
-        found[kv_dtype] = logits.gather(1, ids[0, 1:, None])
-        handle.unpatch()
-    difference = float((found["int8"] - found[None]).abs().mean())
-    report({"case": "quality", "variant": "pages int8", "unit": "nats", "median": difference})
-
-
-def report_recall(report: Callable[[Row], None]) -> None:
-    """Report how many questions the bundled checkpoint answers right, without pages and with them."""
-    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.bfloat16).eval()
-    questions = list(recall_questions())[: SLOW_QUESTIONS if is_slow() else None]
-
-    def right() -> float:
-        found = 0
-        for text, answer in track(questions, "recall"):
-            ids = torch.tensor([tokenizer.encode(text).ids])
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-            found += tokenizer.decode(made[0, ids.shape[1] :].tolist()) == answer
-        return 100 * found / len(questions)
-
-    axes: Row = {"case": "recall"} | ({"questions": len(questions)} if len(questions) < 100 else {})
-    report(axes | {"variant": "DynamicCache", "unit": "of 100", "median": right()})
-    for kv_dtype in (None, "int8", "int4"):
-        handle = patch(model, kv_dtype=kv_dtype)
-        variant = f"pages {kv_dtype or ''}".strip()
-        report(axes | {"variant": variant, "unit": "of 100", "median": right()})
-        handle.unpatch()
 
 
 def memory(variant: str, shape: tuple[int, int]) -> float:

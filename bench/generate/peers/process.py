@@ -13,8 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from pagedkv.bench.clock import is_undisturbed, switches_below, together
-from pagedkv.bench.progress import track
+from pagedkv.bench.clock import is_undisturbed, switches_below, together, track
 from pagedkv.bench.worker_process import WorkerProcess
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.threads import num_threads

