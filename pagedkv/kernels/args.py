@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.padded import padded
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -187,18 +188,80 @@ class PagedBatch:
     positions: Tensor | None = None
 
     def padded(self, mask: Tensor) -> PagedBatch:
-        """Return this batch for padded tensors: q, k and v [B, heads, L, D], in which row b is sequence b.
+        """Return this batch for the tokens of rows with padding: token b * L + i is column i of row b.
 
         mask: which columns of each row are its new tokens. Padding may lie before and after them, not between them.
-        A store skips padding; attention gives it out 0 and lse -inf (the sink, if there are sinks). The result has
-        three sequences for each, and B * L tokens: a `causal` tensor or a tree mask is made for these. One result
-        serves all layers of a step. Nothing is read back from a device.
+        A store skips padding; attention gives it out 0 and lse -inf (the sink, if there are sinks). No kernel knows
+        padding: each run of it is a sequence of length 0, so the result has three sequences for each, and B * L
+        tokens. A `causal` tensor or a tree mask is made for these. One result serves all layers of a step. Nothing is
+        read back from a device.
+
+            row b of the mask    0 0 0 1 1 1 1 1 0          |  before  |  sequence b    |  after  |       three runs
+            cu_seqlens_q                                     b L        first            end       (b + 1) L
 
         Shapes: mask bool [B, L], on the device of the batch
         Raises: InvalidRequest; for a mask that is not that of the new tokens, on the CPU and with PAGEDKV_DEBUG >= 1
         """
-        changed: dict[str, Any] = padded(mask, self.seq_lens, self.cu_seqlens_q, self.rows, self.slots, self.positions)
+        changed: dict[str, Any] = _padded(mask, self.seq_lens, self.cu_seqlens_q, self.rows, self.slots, self.positions)
         return PagedBatch(self.block_table, max_seqlen_q=mask.shape[1], max_seqlen_k=self.max_seqlen_k, **changed)
+
+
+def _padded(
+    mask: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    rows: Tensor | None,
+    slots: Tensor | None,
+    positions: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """Return these fields of a batch as those of its padded batch (`PagedBatch.padded`). Raises InvalidRequest."""
+    B, device = seq_lens.shape[0], seq_lens.device
+    if not isinstance(mask, Tensor):
+        raise InvalidRequest(f"mask is of type {type(mask).__name__}; give a tensor, bool [B={B}, L] on {device}")
+    if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != B or mask.device != device:
+        raise InvalidRequest(
+            f"mask is {str(mask.dtype)[6:]} {list(mask.shape)} on {mask.device}; it must be bool [B={B}, L] on {device}"
+            ", True in the columns of each row that are new tokens"
+        )
+    L, counts = mask.shape[1], cu_seqlens_q.diff()
+    first = mask.int().argmax(1) if L else torch.zeros_like(counts)  # of the first True, or 0
+    if not is_dynamo_compiling() and (device.type == "cpu" or debug.level() >= 1):
+        _runs(mask, first, counts)
+    begin = torch.arange(B, device=device) * L
+    runs = torch.stack([begin, begin + first, begin + first + counts], 1).flatten()
+    none = torch.zeros_like(seq_lens)
+    rows = torch.arange(B, device=device) if rows is None else rows
+    return {
+        "seq_lens": torch.stack([none, seq_lens, none], 1).flatten(),
+        "cu_seqlens_q": torch.nn.functional.pad(runs, (0, 1), value=B * L).int(),
+        "rows": rows.int().repeat_interleave(3),
+        "slots": _spread(slots, mask, -1),
+        "positions": _spread(positions, mask, 0),
+    }
+
+
+def _spread(x: Tensor | None, mask: Tensor, other: int) -> Tensor | None:
+    """Return [B * L]: the elements of x where the mask is True, `other` elsewhere."""
+    if x is None:
+        return None
+    return torch.full((mask.numel(),), other, dtype=x.dtype, device=x.device).masked_scatter(mask.flatten(), x)
+
+
+def _runs(mask: Tensor, first: Tensor, counts: Tensor) -> None:
+    """Raise InvalidRequest unless each row of the mask has the new tokens of its sequence, one after the other."""
+    held = mask.sum(1)
+    for b in (held != counts).nonzero().flatten().tolist():
+        raise InvalidRequest(
+            f"row {b} of mask has {int(held[b])} tokens and sequence {b} of the batch has {int(counts[b])} new ones; "
+            "plan the step with mask.sum(1) tokens"
+        )
+    column = torch.arange(mask.shape[1], device=mask.device)
+    is_run = mask == ((column >= first[:, None]) & (column < (first + held)[:, None]))
+    for b in (~is_run.all(1)).nonzero().flatten().tolist():
+        raise InvalidRequest(
+            f"row {b} of mask has padding between its tokens; padding may lie before and after them. "
+            "Pack such rows: q[mask]"
+        )
 
 
 @dataclass(frozen=True)

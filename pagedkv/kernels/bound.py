@@ -8,9 +8,8 @@
                                        mask: the registry is asked, the kernel is set, and the call is repeated
         None                           else: the call takes torch's operator, whose checks say in words what is wrong
 
-**Who states the contract.** checks.py, in words. The extension has the same rules as a predicate without words
-(keeps_contract in csrc/cpu/python). A call that the predicate refuses goes to the operator, so a predicate that is too
-strict costs time and changes no result. tests/kernels/bound draws calls and compares the two.
+**Who states the contract.** contract.py, in one table for the extension and for the checks. The extension says yes or
+no. A call that it refuses goes to the operator, whose checks say why.
 
 **When torch must see a call.** Dynamo traces the operator. The extension asks torch in each call for dispatch modes,
 function modes, functorch transforms, tracing, the profiler, gradients that are wanted, and negative views, and returns
@@ -51,8 +50,7 @@ from pagedkv.kernels.args import (
     bound_fields,
 )
 from pagedkv.kernels.case import MOST_DRAFTS, attention_case, prefill_of, write_case
-from pagedkv.kernels.operators import attend_by_operator, slots_of, tokens_of, write_by_operator
-from pagedkv.kernels.padded import attend_padded
+from pagedkv.kernels.operators import attend_by_operator, slots_of, write_by_operator
 
 if TYPE_CHECKING:
     from pagedkv.kernels.case import Case, Kernel
@@ -233,19 +231,8 @@ class BoundAttention(_BoundCall):
                 self._set_kernel(results, q_THD, (tree_mask, causal))
             if results is not None:
                 return results
-            if isinstance(q_THD, Tensor) and q_THD.dim() == 4:
-                return self._attend_padded(q_THD, batch, (tree_mask, causal), out, return_lse)
         masks = (tree_mask, causal)
         return attend_by_operator(q_THD, self._layer, batch, self._rest, masks, out, return_lse, self._backend)
-
-    def _attend_padded(self, q: Tensor, batch: PagedBatch, masks: Any, out: Tensor | None, return_lse: bool) -> Any:
-        # A closure in __call__ would make its arguments cells, which every call pays for.
-        tree_mask, causal = masks
-
-        def attend(rows: Tensor, into: Tensor | None) -> Any:
-            return self(rows, batch, causal=causal, tree_mask=tree_mask, out=into, return_lse=return_lse)
-
-        return attend_padded(attend, q, out, batch.cu_seqlens_q, batch.slots)
 
 
 class BoundWrite(_BoundCall):
@@ -285,8 +272,6 @@ class BoundWrite(_BoundCall):
                 if done is None:
                     break
                 self._set_kernel(done, k_TKD, v_TKD)
-            if isinstance(k_TKD, Tensor) and k_TKD.dim() == 4 and at is not None:
-                return self(*tokens_of(k_TKD, v_TKD, at, places))
         write_by_operator(k_TKD, v_TKD, self._layer, slots, positions, self._rest, self._backend)
 
 

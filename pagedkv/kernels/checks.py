@@ -3,9 +3,10 @@ backends.
 
 Shapes, dtypes, devices and strides are always checked: that costs no device synchronisation. Values (slots inside the
 pool, lengths inside the tables, entries that name frames) are always checked on the CPU, by the kernels; on another
-device they are read back only with PAGEDKV_DEBUG >= 1. Slots are proven distinct with >= 2. The C++ extension states
-the same rules without the words (keeps_contract and names_what_is_there in csrc/cpu/python): a call that breaks one
-comes here.
+device they are read back only with PAGEDKV_DEBUG >= 1. Slots are proven distinct with >= 2.
+
+contract.py has the rule of each tensor, here are the rules that join several. The C++ extension keeps the same rules
+and says yes or no: a call that it refuses comes here.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch.compiler import is_dynamo_compiling
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import layout, quant
+from pagedkv.kernels import contract, layout, quant
 from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
+from pagedkv.kernels.contract import described, dtype_of, has_rows, no_overlap
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, WriteCall
@@ -85,23 +87,14 @@ def inference_only(**tensors: Tensor | None) -> None:
 def attention(call: AttentionCall) -> None:
     """Raise InvalidRequest if `call` breaks the contract of `paged_attention`."""
     layer(call)
-    T, H, _ = _dims(call.q, "q", "THD")
     K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
-    if call.q.shape[2] != D:
-        raise InvalidRequest(f"q is {named(call.q, 'THD')} but layer.k has D={D}: they must have the same head dim")
-    if H % K or not H:
-        raise InvalidRequest(f"q is {named(call.q, 'THD')} but layer.k has K={K} kv heads: H must be a multiple of K")
     _query_dtype(call)
-    _last_dim_contiguous(q=call.q, out=call.out)
-    _tables(call)
-    _options(call, H, T)
-    if tuple(call.out.shape) != (T, H, Dv) or call.out.dtype != call.q.dtype:
-        wanted = f"[T={T}, H={H}, Dv={Dv}] {_dtype(call.q)}"
-        raise InvalidRequest(f"out is {named(call.out, ('T', 'H', 'Dv'))} {_dtype(call.out)}; it must be {wanted}")
-    _no_overlap(out=call.out)
+    sizes = contract.keep(contract.ATTENTION, call._asdict(), D=D, Dv=Dv, max_seqlen_q=call.max_seqlen_q)
+    if sizes["H"] % K or not sizes["H"]:
+        raise InvalidRequest(f"q has H={sizes['H']} heads but layer.k has K={K} kv heads: H must be a multiple of K")
+    _enough_rows(call, sizes)
+    numbers(call)
     _one_device(call, "q")
-    if tuple(call.lse.shape) != (T, H) or call.lse.dtype != torch.float32:
-        raise InvalidRequest(f"lse is {named(call.lse, 'TH')} {_dtype(call.lse)}; it must be float32 [T={T}, H={H}]")
     if debug.level() >= 1:
         table_values(call)
 
@@ -135,26 +128,13 @@ def write(call: WriteCall) -> None:
         layer(call)
     if not scales_of_two(call):
         raise InvalidRequest("layer.k and layer.v have the same scales, as values lie in keys; give v=None")
-    T, K, D = _dims(call.k_new, "k", "TKD")
-    _dims(call.v_new, "v", ("T", "K", "Dv"))
-    pool = (call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v))
-    if pool[:2] != (K, D):
-        raise InvalidRequest(f"k is {named(call.k_new, 'TKD')} but layer.k has K={pool[0]} kv heads of D={pool[1]}")
-    if tuple(call.v_new.shape) != (T, K, pool[2]):
-        raise InvalidRequest(
-            f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; "
-            f"with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]"
-        )
-    if not (call.k_new.is_floating_point() and call.v_new.is_floating_point()):
-        raise InvalidRequest(
-            f"k is {_dtype(call.k_new)} and v is {_dtype(call.v_new)}; write_kv takes floats, and quantises them itself"
-        )
-    _need(_is(call.slots, torch.int64, T), "slots", call.slots, f"int64 [T={T}] for k {named(call.k_new, 'TKD')}")
-    _last_dim_contiguous(k=call.k_new, v=call.v_new)
+    K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
+    sizes = contract.keep(contract.WRITE, call._asdict(), K=K, D=D, Dv=Dv)
     writable(call)
     if call.cos is not None or call.sin is not None:
         angles(call.cos, call.sin, D)
-        _need(_is(call.positions, torch.int64, T), "positions", call.positions, f"int64 [T={T}] to turn keys")
+        if call.positions is None:
+            raise InvalidRequest(f"positions is None; it must be int64 [T={sizes['T']}] to turn keys")
     _one_device(call, "k_new")
     if debug.level() >= 1:
         slot_values(call)
@@ -182,9 +162,7 @@ def result_dtype(layer: KVLayer, dtype: torch.dtype | None) -> torch.dtype:
 def gather_source(source: GatherSource) -> None:
     """Raise InvalidRequest if `source` breaks the contract of `gather_kv`."""
     layer(source)
-    B = _sequences(source)
-    _int32(first=(source.first, B, f"[B={B}], or an int"))
-    _last_dim_contiguous(**{"batch.seq_lens": source.seq_lens}, first=source.first)
+    _enough_rows(source, contract.keep(contract.GATHER, source._asdict()))
     _one_device(source, "k")
     if debug.level() >= 1 or source.k.device.type == "cpu":
         gather_values(source)
@@ -203,7 +181,7 @@ def gather_results(call: GatherCall) -> None:
             )
         if quant.NAMES.get(out.dtype) not in quant.FLOATS or out.dtype != call.k_out.dtype:
             raise InvalidRequest(
-                f"out's {name} is {_dtype(out)}; k and v must be of one dtype, out of {', '.join(quant.FLOATS)}"
+                f"out's {name} is {dtype_of(out)}; k and v must be of one dtype, out of {', '.join(quant.FLOATS)}"
             )
         if out.device != x.k.device:
             raise InvalidRequest(
@@ -212,8 +190,8 @@ def gather_results(call: GatherCall) -> None:
             )
     if padded and rows[0] != B:
         raise InvalidRequest(f"out holds {rows[0]} sequences and the batch has B={B}")
-    _last_dim_contiguous(**{"out's k": call.k_out, "out's v": call.v_out})
-    _no_overlap(**{"out's k": call.k_out, "out's v": call.v_out})
+    has_rows(**{"out's k": call.k_out, "out's v": call.v_out})
+    no_overlap(**{"out's k": call.k_out, "out's v": call.v_out})
     if call.starts is not None and (debug.level() >= 1 or x.k.device.type == "cpu") and rows[0] < int(call.starts[-1]):
         raise InvalidRequest(
             f"out holds {rows[0]} rows and the sequences have {int(call.starts[-1])} tokens from `first` on; "
@@ -223,19 +201,7 @@ def gather_results(call: GatherCall) -> None:
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Raise InvalidRequest unless the two states have the same shape, dtype and device."""
-    T, H, _ = _dims(out_a, "out_a", ("T", "H", "Dv"))
-    if out_a.dtype not in quant.NAMES or out_a.dtype in quant.QMAX:
-        raise InvalidRequest(
-            f"out_a is {_dtype(out_a)}; it must be float32, bfloat16, float16 or float64, as paged_attention returns it"
-        )
-    if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
-        mine, theirs = (f"{named(x, ('T', 'H', 'Dv'))} {_dtype(x)}" for x in (out_a, out_b))
-        raise InvalidRequest(f"out_a is {mine} but out_b is {theirs}: the two states must match")
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        if tuple(lse.shape) != (T, H) or lse.dtype != torch.float32:
-            raise InvalidRequest(
-                f"{name} is {named(lse, 'TH')} {_dtype(lse)}; it must be float32 [T={T}, H={H}], natural logarithm"
-            )
+    contract.keep(contract.MERGE, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
     for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if x.device != out_a.device:
             raise InvalidRequest(
@@ -246,7 +212,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
 def copies(storage: Tensor, pairs: Tensor) -> None:
     """Raise InvalidRequest unless `pairs` are copies between frames of `storage`."""
     if storage.dim() < 1 or pairs.dtype != torch.int32 or pairs.dim() != 2 or pairs.shape[1] != 2:
-        text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {_dtype(pairs)}"
+        text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {dtype_of(pairs)}"
         raise InvalidRequest(
             f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination"
         )
@@ -254,7 +220,7 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
         raise InvalidRequest(
             f"storage is on {storage.device} but copies is on {pairs.device}: all tensors of a call live on one device"
         )
-    _no_overlap(storage=storage)
+    no_overlap(storage=storage)
     if not len(pairs):
         return
     # A wrong frame is written anywhere. On the CPU a look at the values costs no synchronisation.
@@ -273,58 +239,9 @@ def named(x: Tensor, letters: str | tuple[str, ...]) -> str:
     return "[" + ", ".join(f"{letter}={size}" for letter, size in zip(letters, x.shape, strict=True)) + "]"
 
 
-def _need(is_right: bool, name: str, x: object, wanted: str) -> None:
-    """Raise InvalidRequest unless `x` is right."""
-    if not is_right:
-        given = f"{_dtype(x)} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
-        raise InvalidRequest(f"{name} is {given}; it must be {wanted}")
-
-
-def _is(x: object, dtype: torch.dtype, *shape: int | None) -> bool:
-    """Return whether `x` is a tensor of this dtype and shape. None: any size."""
-    if not isinstance(x, Tensor) or x.dtype != dtype or x.dim() != len(shape):
-        return False
-    return all(want in (None, size) for want, size in zip(shape, x.shape, strict=True))
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _dims(x: Tensor, name: str, letters: str | tuple[str, ...]) -> torch.Size:
-    if x.dim() != len(letters):
-        raise InvalidRequest(f"{name} is {list(x.shape)}; it must have {len(letters)} dims: [{', '.join(letters)}]")
-    return x.shape
-
-
-def _last_dim_contiguous(**tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise InvalidRequest(
-                f"{name} has strides {x.stride()}; its last dim must be contiguous (stride 1): pass {name}.contiguous()"
-            )
-
-
 def writable(call: KVLayer | WriteCall) -> None:
     """Raise InvalidRequest if two elements of k, or two of v, share memory."""
-    _no_overlap(**{"layer.k": call.k, "layer.v": call.v})
-
-
-def _no_overlap(**tensors: Tensor) -> None:
-    """Raise InvalidRequest if elements share memory: sorted by stride, each dim must step over all that the smaller
-    ones span."""
-    for name, x in tensors.items():
-        if x.is_contiguous():
-            continue
-        span = 1
-        for stride, size in sorted(
-            (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
-        ):
-            if stride < span:
-                raise InvalidRequest(
-                    f"{name} has strides {x.stride()}: several of its elements share memory, so it cannot be written"
-                )
-            span = stride * (size - 1) + span
+    no_overlap(**{"layer.k": call.k, "layer.v": call.v})
 
 
 def rotary(rope: RotaryTable | None, D: int) -> None:
@@ -342,8 +259,8 @@ def angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
     for name, x in (("cos", cos), ("sin", sin)):
         if x.dtype != torch.float32 or x.dim() != 2 or not 0 < 2 * x.shape[1] <= D or x.shape != cos.shape:
             want = f"two tables float32 [positions, R/2] with R from 2 to D={D}"
-            raise InvalidRequest(f"rope.{name} is {_dtype(x)} {list(x.shape)}; cos and sin must be {want}")
-    _last_dim_contiguous(**{"rope.cos": cos, "rope.sin": sin})
+            raise InvalidRequest(f"rope.{name} is {dtype_of(x)} {list(x.shape)}; cos and sin must be {want}")
+    has_rows(**{"rope.cos": cos, "rope.sin": sin})
 
 
 def _one_device(call: AttentionCall | WriteCall | GatherSource, first: str) -> None:
@@ -355,16 +272,10 @@ def _one_device(call: AttentionCall | WriteCall | GatherSource, first: str) -> N
                 f"{first} is on {device} but {name} is on {x.device}: all tensors of a call live on one device"
             )
         if isinstance(x, Tensor) and x.numel():
-            _in_memory(_ARGUMENTS.get(name, name), x)
+            _in_memory(_ARGUMENTS.get(name) or name, x)
 
 
-_ARGUMENTS = {
-    "k": "layer.k",
-    "v": "layer.v",
-    "k_new": "k",
-    "v_new": "v",
-    "causal_of": "causal",
-}  # what callers name otherwise than fields
+_ARGUMENTS = {rule.field: rule.name for rule in contract.ATTENTION + contract.WRITE} | {"k": "layer.k", "v": "layer.v"}
 
 
 def _in_memory(name: str, x: Tensor) -> None:
@@ -391,80 +302,50 @@ def layer(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
     if k.dtype not in quant.DTYPES.values() or v.dtype != k.dtype:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in quant.DTYPES.values())
         raise InvalidRequest(
-            f"layer.k is {_dtype(k)} and layer.v is {_dtype(v)}; both must be of one dtype, out of {dtypes}"
+            f"layer.k is {dtype_of(k)} and layer.v is {dtype_of(v)}; both must be of one dtype, out of {dtypes}"
         )
-    _last_dim_contiguous(**{"layer.k": k, "layer.v": v})
+    has_rows(**{"layer.k": k, "layer.v": v})
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
                 raise InvalidRequest(
-                    f"layer.{name} is None but layer.k is {_dtype(k)}: "
+                    f"layer.{name} is None but layer.k is {dtype_of(k)}: "
                     "int8 and int4 need scales, float32 [] or [F, S, K]"
                 )
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
             want = f"float32 [] (one for all) or {named(k[..., 0], 'FSK')} (one per token and head)"
-            raise InvalidRequest(f"layer.{name} is {_dtype(scale)} {list(scale.shape)}; it must be {want}")
+            raise InvalidRequest(f"layer.{name} is {dtype_of(scale)} {list(scale.shape)}; it must be {want}")
         elif k.dtype not in quant.QMAX:
             raise InvalidRequest(
-                f"layer.{name} is given but layer.k is {_dtype(k)}: "
+                f"layer.{name} is given but layer.k is {dtype_of(k)}: "
                 "only fp8, int8 and int4 pools have scales; pass None"
             )
 
 
 def _query_dtype(call: AttentionCall) -> None:
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise InvalidRequest(f"q is {_dtype(call.q)}; it must be float32, bfloat16 or float16")
+        raise InvalidRequest(f"q is {dtype_of(call.q)}; it must be float32, bfloat16 or float16")
     if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
         raise InvalidRequest(
-            f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: "
+            f"q is {dtype_of(call.q)} but layer.k is {dtype_of(call.k)}: "
             "convert q (only fp8, int8 and int4 pools may differ)"
         )
 
 
-def _tables(call: AttentionCall) -> None:
-    B = _sequences(call)
-    _int32(**{"batch.cu_seqlens_q": (call.cu_seqlens_q, B + 1, f"[B + 1 = {B + 1}]")})
-    _last_dim_contiguous(**{"batch.seq_lens": call.seq_lens, "batch.cu_seqlens_q": call.cu_seqlens_q})
+def _enough_rows(call: AttentionCall | GatherSource, sizes: dict[str, int]) -> None:
+    if call.rows is None and sizes["A"] < sizes["B"]:
+        wanted = f"int32 [A >= B={sizes['B']}, P] (or give batch.rows)"
+        raise InvalidRequest(f"batch.block_table is {described(call.block_table)}; it must be {wanted}")
 
 
-def _sequences(call: AttentionCall | GatherSource) -> int:
-    """Return B. Raise InvalidRequest unless seq_lens, rows and block_table describe B sequences."""
-    B = call.seq_lens.shape[0] if call.seq_lens.dim() == 1 else -1
-    _int32(**{"batch.seq_lens": (call.seq_lens, B, "[B]"), "batch.rows": (call.rows, B, f"[B={B}]")})
-    table = call.block_table
-    is_right = _is(table, torch.int32, None, None) and (call.rows is not None or table.shape[0] >= B)
-    rows = "[A, P]" if call.rows is not None else f"[A >= B={B}, P] (or give batch.rows)"
-    _need(is_right, "batch.block_table", table, f"int32 {rows}")
-    _last_dim_contiguous(**{"batch.block_table": table})
-    return B
-
-
-def _int32(**lists: tuple[Tensor | None, int, str]) -> None:
-    """Raise InvalidRequest for a tensor that is not int32 of this length. The text is its shape in an error."""
-    for name, (x, length, text) in lists.items():
-        _need(x is None or _is(x, torch.int32, length), name, x, f"int32 {text}")
-
-
-def _options(call: AttentionCall, H: int, T: int) -> None:
-    per_head(call, H)
-    each, B = call.causal_of, call.seq_lens.shape[0]
-    is_right = each is None or (_is(each, torch.bool, None) and len(each) >= B)
-    _need(is_right, "causal", each, f"a bool, or bool [B={B}]: which sequences are causal?")
-    tree, least = call.tree_mask, call.max_seqlen_q
-    is_right = tree is None or (_is(tree, torch.bool, T, None) and tree.shape[1] >= least)
-    wanted = f"bool [T={T}, max_seqlen_q={least}]: may new token t see the j-th new token of its sequence?"
-    _need(is_right, "tree_mask", tree, wanted)
-    numbers(call)
-
-
-def per_head(options: AttentionOptions | AttentionCall, H: int | None = None) -> None:
-    """Raise InvalidRequest unless sinks and alibi_slopes are float32 [H], or [any number] if H is None.
+def per_head(options: AttentionOptions) -> None:
+    """Raise InvalidRequest unless sinks and alibi_slopes are float32, of one dim.
 
     The entry points convert other float dtypes (`AttentionOptions.in_float32`).
     """
     for name, x in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
-        is_right = x is None or _is(x, torch.float32, H)
-        _need(is_right, name, x, f"a float tensor [H{'' if H is None else f'={H}'}]")
+        if x is not None and not (isinstance(x, Tensor) and x.dtype == torch.float32 and x.dim() == 1):
+            raise InvalidRequest(f"{name} is {described(x)}; it must be a float tensor [H]")
 
 
 def numbers(options: AttentionOptions | AttentionCall) -> None:

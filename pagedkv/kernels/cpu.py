@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import checks, reference
+from pagedkv.kernels import checks, contract, reference
 from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
 from pagedkv.kernels.threads import num_threads
 
@@ -32,7 +32,7 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-if _cpu is not None and not hasattr(_cpu, "copy_runs"):
+if _cpu is not None and not hasattr(_cpu, "set_contract"):
     _cpu, _missing = None, "it was built from older sources"
 
 
@@ -56,8 +56,17 @@ def register_torch(*, by_table: bool = True) -> None:
     _cpu.register_torch(torch.Tensor, by_table, torch.get_num_threads, torch.is_grad_enabled, OBSERVERS)
 
 
+_BOUND: Final = ("k", "v", "k_scale", "v_scale", "sinks", "alibi_slopes")
+_CONTRACT: Final = (
+    contract.of_extension(contract.ATTENTION, *AttentionCall._fields[12:-1], "", *_BOUND),  # it makes lse itself
+    contract.of_extension(contract.WRITE, *WriteCall._fields[7:]),
+    contract.of_extension(contract.MERGE, "out_a", "lse_a", "out_b", "lse_b"),
+)
+
 if _cpu is not None:
     register_torch()
+    for operation, rules in enumerate(_CONTRACT):
+        _cpu.set_contract(operation, rules)
 
 MERGE_AT_ONCE: Final[Any] = getattr(_cpu, "merge_at_once", None) if OBSERVERS else None
 COPY_AT_ONCE: Final[Any] = getattr(_cpu, "copy_at_once", None)

@@ -32,7 +32,6 @@ from pagedkv.kernels.args import (
     tables_of,
 )
 from pagedkv.kernels.case import attention_case, copy_case, gather_case, merge_case, write_case
-from pagedkv.kernels.padded import as_tokens, attend_padded
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionOptions, KVLayer, RotaryTable
@@ -163,12 +162,6 @@ def attend_by_operator(
     checks.is_layer(layer)
     checks.is_batch(batch)
     checks.is_backend(backend)
-    if q.dim() == 4:
-        rest = (return_lse, backend)
-        return attend_padded(
-            lambda rows, into: attend_by_operator(rows, layer, batch, on, masks, into, *rest),
-            q, out, batch.cu_seqlens_q, batch.slots,
-        )  # fmt: skip
     on = on.in_float32()
     if not is_dynamo_compiling():  # torch would refuse them in words of its own
         checks.numbers(on)
@@ -218,26 +211,6 @@ def slots_of(slots: Tensor | PagedBatch, positions: Tensor | None) -> tuple[Tens
     return slots, positions
 
 
-def tokens_of(k: Tensor, v: Tensor, slots: Tensor | None, positions: Tensor | None) -> tuple[Any, ...]:
-    """Return the arguments of a store with k and v [B, K, L, D] as those of its tokens.
-
-    slots, positions: [B * L] or [B, L]. Raises: InvalidRequest for other rows and columns, whose tokens would be mixed
-    """
-    rows = k.shape[0], k.shape[2]
-    flat: list[Tensor | None] = []
-    for name, x in (("slots", slots), ("positions", positions)):
-        if x is not None:
-            checks.given(**{name: x})
-            if x.dim() == 2 and x.shape != rows:
-                raise InvalidRequest(
-                    f"{name} is {list(x.shape)}; with k [B={rows[0]}, K={k.shape[1]}, L={rows[1]}, D={k.shape[3]}] it "
-                    "must be [B, L] or [B * L]"
-                )
-            x = x.flatten() if x.dim() == 2 else x
-        flat.append(x)
-    return as_tokens(k), as_tokens(v), *flat
-
-
 def write_by_operator(
     k: Tensor, v: Tensor | None, layer: KVLayer, slots: Tensor | PagedBatch, positions: Tensor | None,
     rope: RotaryTable | None, backend: str,
@@ -253,8 +226,6 @@ def write_by_operator(
     if positions is not None:
         checks.given(positions=positions)
     positions = None if rope is None else positions
-    if k.dim() == 4:
-        k, v, at, positions = tokens_of(k, v, at, positions)
     checks.writable_views(**_pool(layer))
     angles_given = {} if rope is None else {"rope.cos": rope.cos, "rope.sin": rope.sin}
     checks.inference_only(k=k, v=v, **_pool(layer), **angles_given)

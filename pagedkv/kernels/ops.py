@@ -82,8 +82,7 @@ def paged_attention(
     split_tokens: cut keys at multiples of it; results are then bit-equal whatever else is in the batch.
     backend:      a kernel's name, or None for PAGEDKV_KERNELS or else the first in the registry that can.
 
-    q may be padded, [B, H, L, D]: then out is [B, H, L, Dv], a view of [B, L, H, Dv], and lse [B, H, L]. Rows with
-    padding need `batch.padded(mask)`.
+    Rows with padding are tokens, too, with `batch.padded(mask)`.
 
     Shapes:   q [T, H, D]; sinks, alibi_slopes [H] of any float dtype; tree_mask bool [T, >= max_seqlen_q]
               causal bool [>= B]
@@ -142,9 +141,6 @@ def write_kv(
     slots:    the slot of each token, or a PagedBatch, whose slots and positions are taken.
     rope:     turn each key by the angles of its token's position on the way; values are left alone.
     v:        None if each value is the first part of its key in the pool (KVSpec.value_in_key): only keys are stored.
-    k and v may be padded, [B, K, L, D]; slots and positions then are [B, L] or [B * L], or those of
-    `batch.padded(mask)`.
-
     Shapes:   k [T, K, D], v [T, K, Dv], any float dtype; slots int64 [T]; positions int64 [T], needed with rope
     Modifies: layer.k and layer.v at those slots, and per-(token, head) scales there (amax / qmax, 1 where that is 0)
     Raises:   InvalidRequest; KernelUnavailable.

@@ -43,9 +43,9 @@ def query(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Built], B
 
 
 WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
-    (query(lambda q: q[:, :5]), "q is [T=5, H=5, D=64] but layer.k has K=2 kv heads: H must be a multiple of K"),
-    (query(lambda q: q[..., :32]), "q is [T=5, H=6, D=32] but layer.k has D=64: they must have the same head dim"),
-    (query(lambda q: q[0]), "q is [6, 64]; it must have 3 dims: [T, H, D]"),
+    (query(lambda q: q[:, :5]), "q has H=5 heads but layer.k has K=2 kv heads: H must be a multiple of K"),
+    (query(lambda q: q[..., :32]), "q is float32 [5, 6, 32]; it must be float32, bfloat16, float16, float64 [T=5, H=6, D=64]"),
+    (query(lambda q: q[0]), "q is float32 [6, 64]; it must be float32, bfloat16, float16, float64 [T, H, D=64]"),
     (query(lambda q: q.half()), "q is float16 but layer.k is float32: convert q"),
     (query(lambda q: q.int()), "q is int32; it must be float32, bfloat16 or float16"),
     (query(lambda q: q.mT.contiguous().mT), "its last dim must be contiguous"),
@@ -63,7 +63,7 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (batch(seq_lens=torch.tensor([40, 4])), "batch.seq_lens is int64 [2]; it must be int32 [B]"),
     (
         batch(cu_seqlens_q=torch.tensor([0, 5], dtype=INT32)),
-        "batch.cu_seqlens_q is int32 [2]; it must be int32 [B + 1 = 3]",
+        "batch.cu_seqlens_q is int32 [2]; it must be int32 [B+1=3]",
     ),
     (batch(rows=torch.zeros(3, dtype=INT32)), "batch.rows is int32 [3]; it must be int32 [B=2]"),
     (batch(seq_lens=[40, 4]), "batch.seq_lens is [40, 4]; it must be a tensor"),
@@ -76,11 +76,11 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         batch(block_table=torch.zeros(1, 4, dtype=INT32)),
         "batch.block_table is int32 [1, 4]; it must be int32 [A >= B=2, P] (or give batch.rows)",
     ),
-    (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be a float tensor [H=6]"),
+    (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be float32 [H=6], or None"),
     (option(alibi_slopes=torch.zeros(6).long()), "alibi_slopes is int64 [6]; it must be a float tensor [H"),
     (
         option(tree_mask=torch.ones(5, 3, dtype=torch.bool)),
-        "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]",
+        "tree_mask is bool [5, 3]; it must be bool [T=5, >=max_seqlen_q=4], or None: may t see",
     ),
     (option(window=0), "window is 0; it must be an integer of at least 1, or None"),
     *(
@@ -93,7 +93,7 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     ),
     (option(window=(4, 1)), "window shows 1 positions after a query, and a causal query sees none of them"),
     *(
-        (option(causal=x), f"causal is {str(x.dtype)[6:]} {list(x.shape)}; it must be a bool, or bool [B=2]")
+        (option(causal=x), f"causal is {str(x.dtype)[6:]} {list(x.shape)}; it must be bool [>=B=2], or None: which sequences")
         for x in (torch.ones(1, dtype=torch.bool), torch.ones(2), torch.ones(1, 2, dtype=torch.bool))
     ),
     (option(split_tokens=-1), "split_tokens is -1; it must be an integer of at least 1, or None"),
@@ -105,13 +105,13 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         option(out=torch.zeros(5, 1, 64).expand(5, 6, 64)),
         "out has strides (64, 0, 1): several of its elements share memory",
     ),
-    (query(lambda q: q[:, :0]), "q is [T=5, H=0, D=64] but layer.k has K=2 kv heads: H must be a multiple of K"),
+    (query(lambda q: q[:, :0]), "q has H=0 heads but layer.k has K=2 kv heads: H must be a multiple of K"),
     (
         layer(lambda x: KVLayer(x.k[:, :, :0], x.v[:, :, :0])),
         "layer.k is [F=7, S=16, K=0, D=64] and layer.v is [F=7, S=16, K=0, Dv=64]: only",
     ),
     (layer(lambda x: KVLayer(x.k[:, :0], x.v[:, :0])), "only F may be 0"),
-    (option(out=torch.zeros(5, 6, 32)), "out is [T=5, H=6, Dv=32] float32; it must be [T=5, H=6, Dv=64] float32"),
+    (option(out=torch.zeros(5, 6, 32)), "out is float32 [5, 6, 32]; it must be float32 [T=5, H=6, Dv=64]"),
 ]
 
 
@@ -199,10 +199,10 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
         {"layer": KVLayer(torch._neg_view(torch.zeros(7, 16, 2, 64)), torch.zeros(7, 16, 2, 64))},
         "layer.k is a view of negated memory, which no kernel writes; give layer.k.resolve_neg()",
     ),
-    ("0", {"k": torch.zeros(5, 2, 32)}, "k is [T=5, K=2, D=32] but layer.k has K=2 kv heads of D=64"),
-    ("0", {"v": torch.zeros(4, 2, 64)}, "v is [T=4, K=2, Dv=64]; with this k and layer.v it must be [T=5, K=2, Dv=64]"),
-    ("0", {"k": torch.zeros(5, 2, 64).int()}, "k is int32 and v is float32; write_kv takes floats"),
-    ("0", {"slots": torch.zeros(4).long()}, "slots is int64 [4]; it must be int64 [T=5] for k [T=5, K=2, D=64]"),
+    ("0", {"k": torch.zeros(5, 2, 32)}, "k is float32 [5, 2, 32]; it must be float32, bfloat16, float16, float64, float8"),
+    ("0", {"v": torch.zeros(4, 2, 64)}, "v is float32 [4, 2, 64]; it must be float32, bfloat16, float16, float64, float8"),
+    ("0", {"k": torch.zeros(5, 2, 64).int()}, "float8_e5m2 [T, K=2, D=64]: the store quantises floats itself"),
+    ("0", {"slots": torch.zeros(4).long()}, "slots is int64 [4]; it must be int64 [T=5]"),
     ("0", {"slots": torch.zeros(5, dtype=INT32)}, "slots is int32 [5]"),
     (
         "1",
@@ -228,7 +228,7 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
     (
         "0",
         {"rope": TURNS, "positions": torch.zeros(4).long()},
-        "positions is int64 [4]; it must be int64 [T=5] to turn keys",
+        "positions is int64 [4]; it must be int64 [T=5], or None: to turn keys",
     ),
     ("1", {"rope": TURNS}, "positions holds 0 to 39 but there are 39 positions in rope.cos: 0 to 38 are allowed"),
     ("2", {"slots": torch.tensor([0, 9, 9, -1, -1])}, "slots names slots [9] more than once"),
@@ -254,12 +254,12 @@ def test_a_wrong_write_is_named_and_writes_nothing(
 def test_wrong_states_and_copies_are_named() -> None:
     out, lse = torch.zeros(3, 2, 8), torch.zeros(3, 2)
     with pytest.raises(
-        InvalidRequest, match=r"lse_b is \[T=2, H=3\] float32; it must be float32 \[T=3, H=2\], natural logarithm"
+        InvalidRequest, match=r"lse_b is float32 \[2, 3\]; it must be float32 \[T=3, H=2\]: a natural logarithm"
     ):
         merge_states(out, lse, out, lse.T)
-    with pytest.raises(InvalidRequest, match="out_b is .* float16: the two states must match"):
+    with pytest.raises(InvalidRequest, match="out_b is float16 .* the two states must match"):
         merge_states(out, lse, out.half(), lse)
-    with pytest.raises(InvalidRequest, match="out_a is int32; it must be float32, bfloat16, float16 or float64"):
+    with pytest.raises(InvalidRequest, match="out_a is int32 .*; it must be float32, bfloat16, float16, float64"):
         merge_states(out.int(), lse, out.int(), lse)
     with pytest.raises(
         InvalidRequest, match="out_a is on cpu but lse_b is on meta: all tensors of a call live on one device"

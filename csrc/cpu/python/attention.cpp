@@ -36,33 +36,16 @@ View discarded_lse(int64_t T, int64_t H) {
     return {reinterpret_cast<char*>(scratch.data()), {H * 4, 4, 0}};
 }
 
-bool is_query(const Tensor& q, const Tensor& k) {
-    bool is_double = q.code == 2 && q.bits == 64, is_float = q.code == 4 || q.code == 2;
-    bool is_quantised = k.code != 2 && k.code != 4;
-    return is_float && (is_quantised || is_double || (q.code == k.code && q.bits == k.bits));
-}
-
-// The rules of checks.attention in pagedkv/kernels/checks.py for all that may change from call to call.
+// The rules that join several tensors, beside those of each (contract.py): checks.attention has them in words.
 bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
-    const Tensor &q = t[Q], &k = b.tensors[BOUND_K], &table = t[BLOCK_TABLE], &rows = t[ROWS], &lens = t[SEQ_LENS];
-    const Tensor &starts = t[CU_SEQLENS_Q], &tree = t[TREE_MASK], &causal = t[CAUSAL_OF], &out = t[OUT];
-    if (q.dims != 3 || !is_beside(q, k) || q.shape[2] != b.attention.D) return false;
-    if (!has_unit_stride(q) || !is_query(q, k)) return false;
-    int64_t T = q.shape[0], H = q.shape[1], B = lens.shape[0];
-    if (!H || H % b.attention.K) return false;
-    if (!is_like(lens, 0, 32, 1, k) || !is_like(starts, 0, 32, 1, k) || !is_like(table, 0, 32, 2, k)) return false;
-    if (!has_unit_stride(lens) || !has_unit_stride(starts) || !has_unit_stride(table)) return false;
-    if (starts.shape[0] != B + 1) return false;
-    if (rows.is_given ? !is_like(rows, 0, 32, 1, k) || rows.shape[0] != B : table.shape[0] < B) return false;
-    for (int i : {BOUND_SINKS, BOUND_SLOPES}) {
-        const Tensor& heads = b.tensors[i];
-        if (heads.is_given && (!is_like(heads, 2, 32, 1, k) || heads.shape[0] != H)) return false;
-    }
-    if (tree.is_given && (!is_like(tree, 6, 8, 2, k) || tree.shape[0] != T || tree.shape[1] < max_q)) return false;
-    if (causal.is_given && (!is_like(causal, 6, 8, 1, k) || causal.shape[0] < B)) return false;
-    if (!out.is_given) return true;
-    bool has_shape = out.shape[0] == T && out.shape[1] == H && out.shape[2] == b.attention.Dv;
-    return is_like(out, q.code, q.bits, 3, k) && has_shape && has_unit_stride(out) && has_own_elements(out);
+    const Tensor &q = t[Q], &k = b.tensors[BOUND_K];
+    Sizes sizes;
+    sizes.of[OF_D] = b.attention.D, sizes.of[OF_DV] = b.attention.Dv, sizes.of[OF_MAX_SEQLEN_Q] = max_q;
+    if (!keeps_rules(ATTENTION, t, NUM_ATTEND, b.tensors, k, sizes)) return false;
+    bool is_quantised = k.code != 2 && k.code != 4;
+    if (!is_quantised && q.bits != 64 && !same_type(q, k)) return false;
+    if (!t[ROWS].is_given && sizes.of[OF_A] < sizes.of[OF_B]) return false;
+    return sizes.of[OF_H] && sizes.of[OF_H] % b.attention.K == 0;
 }
 
 int32_t entry(const Tensor& t, int64_t i) { return reinterpret_cast<const int32_t*>(t.data)[i]; }

@@ -1,6 +1,8 @@
 // See binding.hpp.
 #include "binding.hpp"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -42,6 +44,25 @@ void set_kernel(py::object binding, int64_t kind, const std::string& isa, int th
     std::swap(binding_of(binding).server, server);  // the old one may run any code when it goes: only now
 }
 
+constexpr const char* SIZES[] = {"T", "H", "K", "D", "Dv", "B", "B+1", "A", "P", "max_seqlen_q"};
+std::vector<Rule> contract[NUM_OPERATIONS];
+
+using Names = std::vector<std::string>;
+void set_contract(int operation, const std::vector<std::tuple<int, Names, Names, bool, bool, bool>>& given) {
+    std::vector<Rule> rules;
+    for (const auto& [at, dtypes, sizes, is_optional, has_rows, is_written] : given) {
+        Rule r{at, 0, static_cast<int>(sizes.size()), {}, {}, is_optional, has_rows, is_written};
+        for (const std::string& dtype : dtypes) r.kinds |= kind_named(dtype);
+        for (int i = 0; i < r.dims; i++) {
+            r.at_least[i] = sizes[i].rfind(">=", 0) == 0;
+            r.sizes[i] = std::find(SIZES, std::end(SIZES), sizes[i].substr(r.at_least[i] ? 2 : 0)) - SIZES;
+            if (r.sizes[i] == NUM_SIZES) throw py::value_error("there is no size " + sizes[i]);
+        }
+        rules.push_back(r);
+    }
+    contract[operation] = rules;
+}
+
 constexpr const char* CHOICES[] = {"PAGEDKV_KERNELS", "PAGEDKV_CPU_ISA", "PAGEDKV_NUM_THREADS"};
 
 // The variables that decide which kernel serves a call, unread: a key for what was chosen. os.environ takes a
@@ -66,6 +87,23 @@ bool is_watched() {
 }
 
 }  // namespace
+
+bool keeps_rules(Operation operation, const Tensor* arguments, int count, const Tensor* bound, const Tensor& on,
+    Sizes& sizes) {
+    for (const Rule& r : contract[operation]) {
+        const Tensor& t = r.at < count ? arguments[r.at] : bound[r.at - count];
+        if (!t.is_given && r.is_optional) continue;
+        if (t.dims != r.dims || !is_beside(t, on) || !(kind_of(t) & (r.kinds ? r.kinds : kind_of(*arguments)))) return false;
+        for (int i = 0; i < r.dims; i++) {
+            int64_t& size = sizes.of[r.sizes[i]];
+            if (size < 0) size = t.shape[i];
+            if (r.at_least[i] ? t.shape[i] < size : t.shape[i] != size) return false;
+            if (r.sizes[i] == OF_B) sizes.of[OF_B_1] = size + 1;
+        }
+        if ((r.has_rows && !has_unit_stride(t)) || (r.is_written && !has_own_elements(t))) return false;
+    }
+    return !contract[operation].empty();
+}
 
 Binding& binding_of(py::handle capsule) {
     void* binding = PyCapsule_GetPointer(capsule.ptr(), nullptr);
@@ -138,6 +176,7 @@ bool read_integer(PyObject* x, int64_t& to) {
 void define_bindings(py::module_& m) {
     m.def("register_torch", register_torch,
         "Register torch.Tensor, how to read one, and torch's functions: threads, gradients, observers of operators.");
+    m.def("set_contract", set_contract, "Set the rules of an operation: see pagedkv/kernels/contract.py.");
     define_fast<kernel_choices, 0>(m, "kernel_choices", "The variables that choose a kernel, as bytes or None.");
     m.def("set_kernel", set_kernel, "Set the kernel that serves calls of a kind: an instruction set, or a callable.");
 }

@@ -15,6 +15,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "contract.hpp"
 #include "tensors.hpp"
 
@@ -40,6 +43,25 @@ struct Binding {
     py::object objects[NUM_BOUND];
     Tensor tensors[NUM_BOUND];
 };
+
+// The rule for one tensor of a call, as pagedkv/kernels/contract.py has it: Python gives the rules at import.
+struct Rule {
+    int at;  // which argument of the call; past them, which tensor of the binding
+    uint64_t kinds;  // a bit for each dtype; 0: the dtype of the first argument
+    int dims, sizes[MOST_DIMS];
+    bool at_least[MOST_DIMS], is_optional, has_rows, is_written;
+};
+enum { OF_T, OF_H, OF_K, OF_D, OF_DV, OF_B, OF_B_1, OF_A, OF_P, OF_MAX_SEQLEN_Q, NUM_SIZES };
+enum Operation { ATTENTION, WRITE, MERGE, NUM_OPERATIONS };
+
+// The sizes that are known before a call: -1 for a letter that the first tensor with it sets.
+struct Sizes {
+    int64_t of[NUM_SIZES];
+    Sizes() { std::fill_n(of, +NUM_SIZES, -1); }
+};
+
+// Whether each of `count` arguments, and the bound tensors that have a rule, keep their rules, on the device of `on`.
+bool keeps_rules(Operation, const Tensor* arguments, int count, const Tensor* bound, const Tensor& on, Sizes&);
 
 const Isa& best_isa();                       // of this processor
 const Isa& isa_of(const std::string& name);  // raises ValueError if this processor has no such instruction set

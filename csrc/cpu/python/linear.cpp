@@ -38,8 +38,6 @@ const Isa& isa_at(PyObject* name) {
 
 bool is_float(const Tensor& t) { return t.code == 4 || (t.code == 2 && t.bits <= 32); }
 
-bool same_type(const Tensor& a, const Tensor& b) { return a.code == b.code && a.bits == b.bits; }
-
 // A matrix of floats on the CPU whose rows are runs.
 bool is_matrix(const Tensor& t, int64_t rows, int64_t columns) {
     return t.is_given && t.device_type == CPU_DEVICE && t.dims == 2 && is_float(t) && has_unit_stride(t) &&

@@ -31,20 +31,11 @@ Write write_into(const Binding& b, int pool, int scale) {
     return w;
 }
 
-bool is_floating(const Tensor& t) { return t.code == 2 || t.code == 4 || t.code == 10 || t.code == 12; }
-
-// The rules of checks.write in pagedkv/kernels/checks.py for all that may change from call to call.
 bool keeps_contract(const Binding& b, const Tensor* t) {
-    const Tensor &k_new = t[K_NEW], &v_new = t[V_NEW], &k = b.tensors[BOUND_K];
-    if (k_new.dims != 3 || v_new.dims != 3 || !is_floating(k_new) || !is_floating(v_new)) return false;
-    if (!is_beside(k_new, k) || !is_beside(v_new, k)) return false;
-    if (!has_unit_stride(k_new) || !has_unit_stride(v_new)) return false;
-    int64_t T = k_new.shape[0];
-    if (k_new.shape[1] != b.write_k.K || k_new.shape[2] != b.write_k.D) return false;
-    if (v_new.shape[0] != T || v_new.shape[1] != b.write_v.K || v_new.shape[2] != b.write_v.D) return false;
-    if (!is_like(t[SLOTS], 0, 64, 1, k) || t[SLOTS].shape[0] != T) return false;
-    if (!b.tensors[BOUND_COS].is_given) return !t[POSITIONS].is_given;
-    return is_like(t[POSITIONS], 0, 64, 1, k) && t[POSITIONS].shape[0] == T;
+    Sizes sizes;
+    sizes.of[OF_K] = b.write_k.K, sizes.of[OF_D] = b.write_k.D, sizes.of[OF_DV] = b.write_v.D;
+    bool is_turned = b.tensors[BOUND_COS].is_given;
+    return t[POSITIONS].is_given == is_turned && keeps_rules(WRITE, t, NUM_WRITE, b.tensors, b.tensors[BOUND_K], sizes);
 }
 
 // The rules of checks.slot_values for all that a kernel follows. O(tokens).
@@ -124,7 +115,8 @@ void copy(py::handle storage, py::handle copies, int threads) {
 bool can_be_copied(const Tensor& frames, const Tensor& pairs) {
     if (frames.dims != 2 || frames.code != 1 || frames.bits != 8 || frames.device_type != CPU_DEVICE) return false;
     if (!has_unit_stride(frames) || frames.strides[0] < frames.shape[1]) return false;
-    if (!is_like(pairs, 0, 32, 2, frames) || pairs.shape[1] != 2 || pairs.strides[1] != 1) return false;
+    if (pairs.code != 0 || pairs.bits != 32 || pairs.dims != 2 || !is_beside(pairs, frames)) return false;
+    if (pairs.shape[1] != 2 || pairs.strides[1] != 1) return false;
     for (int64_t i = 0; i < pairs.shape[0]; i++) {
         const int32_t* pair = reinterpret_cast<const int32_t*>(pairs.data) + i * pairs.strides[0];
         for (int32_t frame : {pair[0], pair[1]})
@@ -185,24 +177,14 @@ void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_
     merge_into(states, checked(out), checked(lse), isa_of(isa), threads);
 }
 
-// The rules of checks.merge in pagedkv/kernels/checks.py, without float64.
-bool can_be_merged(const Tensor* t) {
-    const Tensor& a = t[0];
-    bool is_float = (a.code == 2 && (a.bits == 32 || a.bits == 16)) || (a.code == 4 && a.bits == 16);
-    if (a.dims != 3 || !is_float || a.device_type != CPU_DEVICE || !is_like(t[2], a.code, a.bits, 3, a)) return false;
-    for (int i : {1, 2, 3}) {
-        if (i != 2 && !is_like(t[i], 2, 32, 2, a)) return false;
-        if (!std::equal(a.shape, a.shape + t[i].dims, t[i].shape)) return false;
-    }
-    return true;
-}
-
 py::object merge_at_once(PyObject* const* x) {
     Tensor t[4], made_out, made_lse;
     if (names_a_kernel() || is_observed(x, 4)) return py::none();
     for (int i = 0; i < 4; i++)
         if (!read_tensor(x[i], t[i], false)) return py::none();
-    if (!can_be_merged(t)) return py::none();
+    Sizes sizes;
+    bool is_served = t[0].device_type == CPU_DEVICE && t[0].bits <= 32;
+    if (!is_served || !keeps_rules(MERGE, t, 4, nullptr, t[0], sizes)) return py::none();
     const int64_t* shape = t[0].shape;
     py::object out = new_tensor(x[0], py::make_tuple(shape[0], shape[1], shape[2]), false);
     py::object lse = new_tensor(x[1], py::make_tuple(shape[0], shape[1]), false);

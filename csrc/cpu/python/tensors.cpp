@@ -35,8 +35,12 @@ const Table* table = nullptr;
 const struct { const char* name; uint8_t code, bits; } KINDS[] = {
     {"torch.float32", 2, 32}, {"torch.bfloat16", 4, 16}, {"torch.float16", 2, 16}, {"torch.float8_e4m3fn", 10, 8},
     {"torch.float8_e5m2", 12, 8}, {"torch.int8", 0, 8}, {"torch.uint8", 1, 8}, {"torch.int32", 0, 32},
-    {"torch.int64", 0, 64}, {"torch.bool", 6, 8},
+    {"torch.int64", 0, 64}, {"torch.bool", 6, 8}, {"torch.float64", 2, 64},
 };
+
+uint64_t bit_of(uint8_t code, uint8_t bits) {
+    return code < 16 ? uint64_t{1} << (4 * code + (bits >= 16) + (bits >= 32) + (bits >= 64)) : 0;
+}
 
 bool describe(PyObject* x, Tensor& t) {
     Described d;
@@ -97,9 +101,15 @@ View view_of(const Tensor& t) {
     return {t.data, {t.strides[0] * bytes, t.strides[1] * bytes, t.strides[2] * bytes}};
 }
 
-bool is_like(const Tensor& t, int code, int bits, int dims, const Tensor& on) {
-    return t.code == code && t.bits == bits && t.dims == dims && is_beside(t, on);
+uint64_t kind_named(const std::string& name) {
+    for (const auto& kind : KINDS)
+        if (kind.name + 6 == name) return bit_of(kind.code, kind.bits);  // without "torch."
+    throw py::value_error("no call has the dtype " + name);
 }
+
+uint64_t kind_of(const Tensor& t) { return bit_of(t.code, t.bits); }
+
+bool same_type(const Tensor& a, const Tensor& b) { return a.code == b.code && a.bits == b.bits; }
 
 bool is_beside(const Tensor& t, const Tensor& on) {
     return t.device_type == on.device_type && t.device_id == on.device_id;

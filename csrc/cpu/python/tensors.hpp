@@ -8,6 +8,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <string>
 
 #include "contract.hpp"
 
@@ -34,9 +35,12 @@ bool read_tensor(PyObject* x, Tensor& tensor, bool any_class);
 Dtype dtype_of(const Tensor& t);
 View view_of(const Tensor& t);  // of its first three dims
 
+uint64_t kind_named(const std::string& name);  // the bit of a dtype that torch calls by this name
+uint64_t kind_of(const Tensor& t);             // the bit of the dtype of `t`; 0 for one that no call may have
+
 // Facts of a tensor that the contract asks for.
-bool is_like(const Tensor& t, int code, int bits, int dims, const Tensor& on);  // on the device of `on`
-bool is_beside(const Tensor& t, const Tensor& on);                              // on the same device
+bool is_beside(const Tensor& t, const Tensor& on);  // on the same device
+bool same_type(const Tensor& a, const Tensor& b);
 bool has_unit_stride(const Tensor& t);                                          // its last dim is contiguous
 bool has_own_elements(const Tensor& t);  // no two of its elements share memory, as far as strides tell
 int64_t head_dim_of(const Tensor& t);    // elements in the last dim: two int4 in a byte
