@@ -71,7 +71,7 @@ class Case:
 class Figure:
     """The runs of one case by one manager; without a measurement, the reason in `why_not`.
 
-    samples: of each turn its runs that count, in the unit of the case, and whether no context switch fell into it.
+    samples: the runs of each turn that count, in the unit of the case, and whether no context switch fell into it.
     """
 
     who: str
