@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedkv import KVLayer, PagedBatch, write_kv
+from pagedkv import KVLayer, PagedBatch, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import stand_in
 
@@ -88,7 +88,7 @@ def flash_attn_with_kvcache(
         stand_in.check_call(q.flatten(0, 1), layer, **options)
         stand_in.check_shapes(k=(k, (B, k.shape[1], *k_cache.shape[2:])), v=(v, (*k.shape[:3], v_cache.shape[3])))
         _append(k, v, layer, table, lengths)
-    out, lse = stand_in.attend(_whole_heads(q.flatten(0, 1)), layer, batch, **options)
+    out, lse = paged_attention(_whole_heads(q.flatten(0, 1)), layer, batch, return_lse=True, **options)
     out = out.view(B, L, *out.shape[1:])
     return (out, lse.view(B, L, *lse.shape[1:]).transpose(1, 2)) if return_softmax_lse else out
 
@@ -132,7 +132,8 @@ def flash_attn_varlen_func(
     stand_in.check_shapes(cu_seqlens_q=(cu_seqlens_q, (B + 1,)), block_table=(block_table, (B, *block_table.shape[1:])))
     batch = PagedBatch(block_table.int(), lengths, cu_seqlens_q.int(), int(max_seqlen_q), int(max_seqlen_k))
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, batch)
-    out, lse = stand_in.attend(_whole_heads(q), layer, stand_in.served(layer, batch, **options), **options)
+    batch = stand_in.served(layer, batch, **options)
+    out, lse = paged_attention(_whole_heads(q), layer, batch, return_lse=True, **options)
     return (out, lse.T, out.new_empty(0)) if return_attn_probs else out
 
 

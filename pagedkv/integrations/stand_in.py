@@ -137,23 +137,15 @@ def _layer(k: Tensor, v: Tensor, order: str) -> KVLayer:
     return KVLayer(k.transpose(1, 2), v.transpose(1, 2)) if order == "HND" else KVLayer(k, v)
 
 
-def attend(
-    q: Tensor, layer: KVLayer, batch: PagedBatch, out: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Return `paged_attention` with its LSE, for a batch that `served` returned."""
-    result: tuple[Tensor, Tensor] = paged_attention(q, layer, batch, out=out, return_lse=True, **options)
-    return result
-
-
 def check_call(q: Tensor, layer: KVLayer, **options: Any) -> None:
-    """Raise as `attend` does for a wrong dtype, number of heads, head dim or option, before anything is computed."""
+    """Raise as `paged_attention` does for a wrong dtype, heads, head dim or option, before anything is computed."""
     none = torch.zeros(1, dtype=torch.int32, device=q.device)
     batch = PagedBatch(none[:0, None], none[:0], none, max_seqlen_q=0, max_seqlen_k=0)
     paged_attention(q[:0], layer, batch, **options)
 
 
 def served(layer: KVLayer, batch: PagedBatch, **options: Any) -> PagedBatch:
-    """Return a batch for `attend`, in which no sequence has more queries than keys.
+    """Return a batch for `paged_attention`, in which no sequence has more queries than keys.
 
     A sequence that has more is aligned at its last query too, so its first causal queries see nothing.
     Raises: InvalidRequest for pages that the pool does not have, and for such a sequence with a mask, or with a window

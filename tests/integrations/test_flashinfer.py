@@ -295,14 +295,6 @@ def test_new_tokens_without_a_request_or_a_position_each_are_refused() -> None:
     torch.testing.assert_close(pool.cache, before, equal_nan=True, rtol=0, atol=0)
 
 
-def test_buffers_for_requests_and_positions_are_filled() -> None:
-    buffers = (torch.full((4,), 7, dtype=torch.int32), torch.full((4,), 7, dtype=torch.int32))
-    found = get_batch_indices_positions(int32([0, 1, 3]), int32([5, 9]), 4, *buffers)
-    assert found[0] is buffers[0]
-    assert found[1] is buffers[1]
-    assert [x.tolist() for x in found] == [[0, 1, 1, -1], [4, 7, 8, 0]]
-
-
 def test_states_merge_to_the_attention_over_all_keys() -> None:
     torch.manual_seed(8)
     q, k, v = torch.randn(5, H, D), torch.randn(12, K, D), torch.randn(12, K, D)

@@ -71,17 +71,10 @@ def append_paged_kv_cache(
     write_kv(append_key, append_value, layer, slots)
 
 
-def get_batch_indices_positions(
-    append_indptr: Tensor,
-    seq_lens: Tensor,
-    nnz: int,
-    batch_indices: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
     """Return the request and the position of each of `nnz` new tokens, int32 [nnz]; -1 and 0 past the last one.
 
     append_indptr: int32 [B + 1], of the new tokens. seq_lens: [B], which count them.
-    Modifies: batch_indices and positions, if given, and returns them
     """
     token = torch.arange(nnz, device=append_indptr.device)
     ends = append_indptr[1:].long().contiguous()
@@ -89,14 +82,7 @@ def get_batch_indices_positions(
     is_one = request < len(ends)
     request = torch.where(is_one, request, -1)
     position = torch.where(is_one, seq_lens.long()[request] - ends[request] + token, 0) if len(ends) else token * 0
-    found = (request.int(), position.int())
-    for given, values in zip((batch_indices, positions), found, strict=True):
-        if given is not None:
-            given.copy_(values)
-    return (
-        found[0] if batch_indices is None else batch_indices,
-        found[1] if positions is None else positions,
-    )
+    return request.int(), position.int()
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pagedkv import KVLayer, PagedBatch
+from pagedkv import KVLayer, PagedBatch, paged_attention
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import stand_in
 from pagedkv.integrations.flashinfer.pages import layer_of
@@ -195,7 +195,8 @@ class _PagedWrapper:
             plan.served[key] = stand_in.served(layer, plan.batch, **options)
         q = q if q.stride(-1) == 1 else q.contiguous()
         is_direct = out is not None and out.dtype == q.dtype and out.stride(-1) == 1 and v_scale is None
-        result, found_lse = stand_in.attend(q, layer, plan.served[key], out if is_direct else None, **options)
+        options |= {"out": out if is_direct else None, "return_lse": True}
+        result, found_lse = paged_attention(q, layer, plan.served[key], **options)
         if not is_direct:
             result = result if v_scale is None else result.float() * _factor("v_scale", v_scale)
             result = result.to(plan.dtypes[2]) if out is None else out.copy_(result)

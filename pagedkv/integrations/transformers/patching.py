@@ -88,16 +88,13 @@ def patch(
     if model.config._attn_implementation == BATCHING_NAME:
         raise InvalidRequest("patch(model) inside of paged_batching(model); patch before its context, or after it")
     register()
-    options: dict[str, Any] = {
-        "memory": memory,
-        "kv_dtype": kv_dtype,
-        "block_size": block_size,
-        "prefix_cache": prefix_cache,
-        "tiers": tiers,
-        "weights": weights,
-    }
-    made = Pool(model.config, **options) if pool is None else pool
-    return Patched(model, made, owns_pool=pool is None, with_linears=fast_linears)
+    is_own = pool is None
+    if pool is None:
+        pool = Pool(
+            model.config, memory=memory, kv_dtype=kv_dtype, block_size=block_size, prefix_cache=prefix_cache,
+            tiers=tiers, weights=weights,
+        )  # fmt: skip
+    return Patched(model, pool, owns_pool=is_own, with_linears=fast_linears)
 
 
 def unpatch(model: Any) -> None:

@@ -65,28 +65,12 @@ class Pages:
     head_size, scale, window (None or positions), softcap, sinks, alibi_slopes: of the layer.
     """
 
-    def __init__(
-        self,
-        *,
-        head_size: int,
-        scale: float,
-        kv_cache_dtype: str,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, *, head_size: int, kv_cache_dtype: str, window: int | None, **options: Any) -> None:
         self._head_size, self._kv_cache_dtype = head_size, kv_cache_dtype
-        self._window = window
-        self._options: dict[str, Any] = {
-            "scale": scale,
-            "softcap": softcap,
-            "sinks": sinks,
-            "alibi_slopes": alibi_slopes,
-        }
+        self._window, self._options = window, options
         self._of: torch.Tensor | None = None
         self._scales = (1.0, 1.0)
-        self._sinks = _version(sinks)
+        self._sinks = _version(options["sinks"])
         self._layer: KVLayer | None = None
         self._calls: dict[Any, Any] = {}
 
