@@ -19,7 +19,7 @@ UNREAD: Final = frozenset(
     ("block_tables", "disable_split_kv", "max_sequence_kv", "max_token_per_sequence", "non_blocking", "rope_scale",
      "rope_theta", "seq_lens_q", "token_pos_in_items_len")
 )  # fmt: skip
-"""Options of `plan` that change nothing here. Those of RoPE belong to a mode that is refused."""
+"""Options of `plan` that change nothing here. The options of RoPE belong to a mode that is refused."""
 
 
 @dataclass(frozen=True)
