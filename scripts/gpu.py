@@ -2,9 +2,9 @@
 
     python scripts/gpu.py [--out FOLDER] [--minutes N] [stage ...]
 
-FOLDER then has two files: gpu-results.tar.gz, with the log and the rows of each stage, and summary.txt, one screen.
-They are complete after each stage, so a run that is killed leaves the stages before. Without names the first ten
-minutes run; "later" names all later stages (on_gpu/stages.py). The status is 0 only if all these stages passed.
+FOLDER then has two files: gpu-results.tar.gz, with the log and the rows of each stage, and summary.txt. They are
+complete after each stage, so a run that is killed leaves the stages before. Without names the first ten minutes run;
+"later" names all later stages (on_gpu/stages.py). The status is 0 only if all these stages passed.
 
 The run installs and compiles no C++ and needs no network. Python must have torch with CUDA and numpy, and triton, CuPy
 or pytest for the stages that say so. Each stage is a process of its own with a limit of time: a stage that fails, hangs
@@ -41,8 +41,8 @@ GRACE: Final = 15.0
 LAST: Final = 15.0
 """Seconds at the end that no stage takes: for the archive."""
 
-SCREEN: Final = (50, 120)
-"""Lines and columns of the summary."""
+MOST_LINES, COLUMNS = 16, 160
+"""Of a stage, and of the summary."""
 
 MOST_LOG: Final = 256 << 10
 """The most bytes of a log in the archive. Of a longer one it has the first and the last half."""
@@ -145,18 +145,14 @@ class Run:
             new.replace(self.out / name)
 
     def summary(self) -> str:
-        """Return one screen: a line for each stage, and the lines that stages printed for it."""
-        (rows, columns), every = SCREEN, list(self.ended.values())
+        """Return a line for each stage, and the lines that stages printed for it."""
         lines = [f"pagedkv make gpu, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, kernels {tree.digest(ROOT)}"]
-        spare = rows - len(lines) - len(every)  # each stage has a line, whatever else fits
-        for each in every:
+        for each in self.ended.values():
             about = f"{each.name}: {each.how}, {each.seconds:.0f} s"
             lines.append(about if each.how == "passed" else f"{about}: {each.why}")
-            more = ("... more in its log",) if len(each.lines) > spare else ()
-            shown = (*each.lines[: max(0, spare - len(more))], *more)
-            lines += [f"  {line}" for line in shown[:spare]]
-            spare -= min(spare, len(shown))
-        return "".join(f"{line[:columns]}\n" for line in lines)
+            more = ["... more in its log"] if len(each.lines) > MOST_LINES else []
+            lines += [f"  {line}" for line in (*each.lines[:MOST_LINES], *more)]
+        return "".join(f"{line[:COLUMNS]}\n" for line in lines)
 
 
 def _how(code: int) -> tuple[str, str]:

@@ -7,7 +7,7 @@ Turns     The variants and cells of one group take turns. Frames are in random o
 Bytes     Keys and values only.
 Ceiling   A kernel that reads as many bytes and does nothing else, in the same turns.
 Peers     peers.py. A peer that cannot be imported is reported with the reason.
-Rows      Appended to FOLDER/gpu-attention.jsonl and, in a checkout, to bench/results, after each group.
+Rows      Appended to FOLDER/gpu-attention.jsonl, or in a checkout to bench/results, after each group.
 
 This file knows the public call; cells.py defines a cell.
 """
@@ -199,13 +199,11 @@ def promises(rows: Rows, backends: list[str], gpu: str) -> list[str]:
     return lines
 
 
-def run(
-    backends: list[str], repetitions: int, *, quick: bool, out: tuple[Path, ...] = (), as_json: bool = False
-) -> None:
+def run(backends: list[str], repetitions: int, *, quick: bool, out: Path | None = None, as_json: bool = False) -> None:
     """Measure group by group; print and append the rows of each group.
 
     quick:   measure only the cells that a promise names, and no peer.
-    out:     the files to append rows to; () for the one in bench/results.
+    out:     the file to append rows to; None for the one in bench/results of a checkout.
     as_json: print all rows as one list at the end, and nothing else on stdout.
     Raises: InvalidRequest if torch finds no GPU.
     """
@@ -216,19 +214,12 @@ def run(
             others = {"ceiling": ceiling} | ({} if quick else PEERS)
             rows = [row | about for row in measure(group, backends, repetitions, others)]
             every += rows
-            for path in out or of_checkout() or (None,):
-                record.append(rows, path, "gpu-attention")
+            record.append(rows, out, "gpu-attention")
             for case in dict.fromkeys(row["case"] for row in rows):
                 print(*lines_of([row for row in rows if row["case"] == case]), sep="\n", flush=True)
         print(*(f"= {line}" for line in promises(every, backends, about["gpu"])), sep="\n", flush=True)
     if as_json:
         print(json.dumps(every))
-
-
-def of_checkout() -> tuple[Path, ...]:
-    """Return the file of rows in bench/results; () in an installed package."""
-    folder = record.results()
-    return (folder / "gpu-attention.jsonl",) if folder else ()
 
 
 def lines_of(rows: Rows) -> list[str]:
@@ -245,9 +236,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few cells and no peers")
     parser.add_argument("--backends", nargs="+", default=["triton", "cuda"], help="names in the registry")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="a folder for rows, beside bench/results")
+    parser.add_argument("--out", type=Path, help="a folder for rows, in place of bench/results")
     given = parser.parse_args(argv)
-    out = (given.out / "gpu-attention.jsonl", *of_checkout()) if given.out else ()
+    out = given.out / "gpu-attention.jsonl" if given.out else None
     run(given.backends, given.repetitions, quick=given.quick, out=out)
 
 

@@ -350,11 +350,14 @@ def counted(kv: str, arch: str = "sm_90") -> dict[str, Any]:
     cubin, log = compiler.compile_cubin(kernel.name, kernel.macros, arch)
     copies = 2 * kernel.tile * kernel.row_bytes(128) // kernel.copy // 32 + keys.token_scales * kernel.tile // 16
     needed = {PRODUCT: 16 * kernel.tile // 8, COPY: copies, LOOK_UP: kernel.tile // 16}
-    way = [i.text for i in steady_tile(parsed(disassembled(cubin)), needed)]
+    code = parsed(disassembled(cubin))
+    tile = steady_tile(code, needed)
+    way = [i.text for i in tile]
     warps = max(1, kernel.blocks * kernel.threads // 128)
     wanted = {"registers": r"(\d+) registers", "spilt": r"(\d+) bytes spill stores"}
     used = {name: re.search(pattern, log) for name, pattern in wanted.items()}
     found = {"kv": kv, "keys": kernel.tile, "instructions": len(way), "cycles": round(cycles(way, warps) / warps)}
+    found |= {"in flight": 4 * warps * bytes_in_flight(tile), "entry": len(entry(code))}
     return found | {name: int(match[1]) for name, match in used.items() if match} | pipe_cycles(way)
 
 

@@ -107,7 +107,6 @@ def test_each_measurement_runs_and_names_what_refuses(
     monkeypatch.setattr(attention, "GROUPS", ((TINY, replace(TINY, lengths="zipf"), replace(TINY, new=3)),))
     monkeypatch.setattr(attention, "MUSTS", (attention.Must(TINY, "us", 99, by="reference"),))
     monkeypatch.setattr(attention, "ceiling", lambda pool: [lambda: None])
-    monkeypatch.setattr(attention, "of_checkout", tuple)
     attention.main(["--backends", "reference", "cuda", "--out", str(tmp_path)])
     rows = rows_of(tmp_path, "attention")
     assert {row["who"] for row in rows if row["us"]} == {"ceiling", "reference", "reference split", "sdpa"}
