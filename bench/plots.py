@@ -145,7 +145,6 @@ def _tiers(rows: list[Row]) -> Iterable[Chart | None]:
             found.setdefault(f"{row['tier']}: {row['variant']}", []).append((row["frame"] / 1024, row["median"]))
         yield lines(title, _series(found), x="KiB of a frame", y="GB/s", is_log="x") if found else None
     yield _bars(_of(rows, "first token"), "Seconds to the first token, by the place of the prefix")
-    yield _bars(_of(rows, "decode beside transfers"), "A decode step while a tier stores and loads")
 
 
 def _generate(rows: list[Row]) -> Iterable[Chart | None]:

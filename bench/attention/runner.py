@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pagedkv import bind_attention, bind_write, explain
+from pagedkv import bind_attention, bind_write, explain, paged_attention
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.attention.pool import Pool, region_of
 from pagedkv.bench.attention.vllm_peer import Vllm
@@ -43,6 +43,7 @@ CEILING: Final = "ceiling"
 VLLM: Final = "vllm"
 SDPA: Final = "sdpa"
 DIRECT: Final = "direct"
+FUNCTIONAL: Final = "cpu, functional"
 PRODUCT: Final = "torch.mm"
 CALLS: Final = 200
 """Calls in one repetition of a cell of kind "call"."""
@@ -176,7 +177,12 @@ def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm 
         name: not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in asked.kernels
     }
     if cell.kind == "call":
-        return {"cpu": kernels["cpu"], DIRECT: _no_extension() or _direct(cell, pool)} if "cpu" in kernels else {}
+        ours = {
+            "cpu": kernels["cpu"],
+            FUNCTIONAL: _functional(cell, pool),
+            DIRECT: _no_extension() or _direct(cell, pool),
+        }
+        return ours if "cpu" in kernels else {}
     others: dict[str, Step | str] = {PRODUCT if cell.kind == "prefill" else CEILING: BOUNDS[cell.kind](cell, pool)}
     if cell.kind != "write":
         others[SDPA] = _sdpa(cell)
@@ -231,6 +237,17 @@ def _calls(cell: Cell, pool: Pool, name: str) -> Step:
 
     def prepare() -> Callable[[], object]:
         return lambda: [run() for _ in range(CALLS)]
+
+    return prepare
+
+
+def _functional(cell: Cell, pool: Pool) -> Step:
+    """Return calls of `paged_attention`, which resolves kernel, checks and options in each call."""
+    batch = pool.batch(pool.draw())
+    q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
+
+    def prepare() -> Callable[[], object]:
+        return lambda: [paged_attention(q, pool.layer, batch) for _ in range(CALLS)]
 
     return prepare
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pagedkv.bench.attention.runner import awake
 from pagedkv.bench.bandwidth.ceilings import Bound
 from pagedkv.bench.bandwidth.subjects import Subject
-from pagedkv.bench.clock import WARM_UP, Timer, Timing, in_turn, on_this_cpu
+from pagedkv.bench.clock import WARM_UP, Elsewhere, Step, Timer, Timing, in_turn, on_this_cpu
 from pagedkv.bench.memory import is_steady
 
 Row = dict[str, Any]
@@ -40,47 +40,40 @@ class Speeds:
         row |= {"median": statistics.median(rates), "best": max(rates), "worst": min(rates)}
         return row | {"readings": len(rates), "switched": self.switched, "changed": self.changed}
 
-
-@dataclass(frozen=True)
-class _Repetition:
-    """A prepared repetition: its name in the turns, its ceiling, and the function that is timed."""
-
-    name: tuple[int, str]
-    bound: str
-    call: Callable[[], object]
-
-    def __call__(self) -> object:
-        return self.call()
-
-
-class Bracket:
-    """A timer that measures the ceiling before a repetition and after it. rates: of each repetition, by name."""
-
-    def __init__(self, bounds: dict[str, Speeds], timer: Timer = on_this_cpu) -> None:
-        self.bounds, self.timer = bounds, timer
-        self.rates: dict[tuple[int, str], list[float]] = {}
-
-    def __call__(self, run: Callable[[], object]) -> tuple[float, bool]:
-        """Time `run`, a repetition; it is clean without a context switch and without a change of state."""
-        assert isinstance(run, _Repetition)
-        speeds = self.bounds[run.bound]
-        (before, first), (seconds, is_clean), (after, last) = self._speed(speeds), self.timer(run), self._speed(speeds)
-        rates = self.rates.setdefault(run.name, [])
-        rates.append((before + after) / 2)
-        is_clean &= first and last
-        holds = not speeds.bound.is_memory or is_steady(before, after)
-        if len(rates) > WARM_UP:
-            speeds.readings += [(before, first), (after, last)]
-            speeds.switched += not is_clean
-            speeds.changed += is_clean and not holds
-        return seconds, is_clean and holds
-
-    def _speed(self, speeds: Speeds) -> tuple[float, bool]:
+    def measured(self, timer: Timer) -> tuple[float, bool]:
+        """Return bytes per second of the ceiling now, and whether the reading was clean."""
         for _ in range(TRIES):
-            seconds, is_clean = self.timer(speeds.bound.step())
+            seconds, is_clean = timer(self.bound.step())
             if is_clean:
                 break
-        return speeds.bound.num_bytes / seconds, is_clean
+        return self.bound.num_bytes / seconds, is_clean
+
+
+def bracketed(step: Step, speeds: Speeds, rates: list[float], timer: Timer) -> Step:
+    """Return a step whose ceiling is measured before and after it; it is clean without a change of state.
+
+    rates: takes the mean speed of the ceiling around each repetition
+    """
+
+    def prepare() -> Callable[[], Elsewhere]:
+        run = step()
+
+        def timed() -> Elsewhere:
+            before, first = speeds.measured(timer)
+            seconds, is_clean = timer(run)
+            after, last = speeds.measured(timer)
+            rates.append((before + after) / 2)
+            is_clean &= first and last
+            holds = not speeds.bound.is_memory or is_steady(before, after)
+            if len(rates) > WARM_UP:
+                speeds.readings += [(before, first), (after, last)]
+                speeds.switched += not is_clean
+                speeds.changed += is_clean and not holds
+            return Elsewhere(seconds, is_clean and holds)
+
+        return timed
+
+    return prepare
 
 
 def rows(
@@ -88,20 +81,15 @@ def rows(
     timer: Timer = on_this_cpu,
 ) -> list[Row]:  # fmt: skip
     """Measure subjects in turn; return a row for each variant. axes: of all rows, behind those of the subject."""
-    every, bracket = list(subjects), Bracket(bounds, timer)
-    steps = {}
+    every, steps = list(subjects), dict[tuple[int, str], Step]()
+    rates: dict[tuple[int, str], list[float]] = {}
     for i, subject in enumerate(every):
         for name, step in subject.variants.items():
             if not isinstance(step, str):
-                steps[i, name] = _named((i, name), subject.bound, awake(step))
-    timings = in_turn(steps, repetitions, bracket, reads_memory=False)
-    return [
-        _row(every[i], name, timing, bracket.rates[i, name][WARM_UP:], axes) for (i, name), timing in timings.items()
-    ]
-
-
-def _named(name: tuple[int, str], bound: str, step: Callable[[], Callable[[], object]]) -> Callable[[], _Repetition]:
-    return lambda: _Repetition(name, bound, step())
+                around = rates.setdefault((i, name), [])
+                steps[i, name] = bracketed(awake(step), bounds[subject.bound], around, timer)
+    timings = in_turn(steps, repetitions, reads_memory=False)
+    return [_row(every[i], name, timing, rates[i, name][WARM_UP:], axes) for (i, name), timing in timings.items()]
 
 
 def _row(subject: Subject, variant: str, timing: Timing, rates: Sequence[float], axes: dict[str, Any]) -> Row:

@@ -13,7 +13,6 @@
         └─ virtual.py      pages of virtual memory behind contiguous addresses
 
     cells.py    which workload meets which allocator, the published figures, and the promises
-    runs.py     lengths of runs of neighbouring frames: copies for a sequence, their GB/s, frames moved by `resize`
     runner.py   measures the cells, and makes the rows         plot.py   the picture
 
 Every part of an account has the meaning of the PagedAttention paper (Kwon et al., SOSP 2023, arXiv 2309.06180):

@@ -92,8 +92,6 @@ CELLS: Final = (
     Cell("samples-6-sharegpt", (ORACLE, OURS), 60, "saved"),
     Cell("beams-6-sharegpt", (ORACLE, OURS), 60, "saved"),
 )
-COPIES: Final = "copies"
-"""The name that chooses the copies in pieces and `resize`, which have no cell."""
 TRACED: Final = Cell("mooncake", MAIN, 400)
 """The cell of a trace, which has a file."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Demand, Memory
 from pagedkv.bench.fragmentation.arenas import Arena, MakeArena
@@ -46,16 +45,14 @@ def power_of_two(number: int) -> int:
 
 @dataclass(slots=True)
 class _Held:
-    """The blocks of one sequence, a block for each tensor; `length` tokens are stored."""
+    """The blocks of one sequence, a block for each tensor, the tokens that each can hold, and the tokens stored."""
 
     addresses: list[int]
+    capacities: list[int]
     length: int
 
 
-HeldT = TypeVar("HeldT", bound=_Held)
-
-
-class _Contiguous(Allocator, Generic[HeldT]):
+class _Contiguous(Allocator):
     """An allocator whose sequences hold blocks of an arena. is_split: each K and V of each layer has its own block."""
 
     def __init__(self, name: str, memory: Memory, make_arena: MakeArena, *, is_split: bool) -> None:
@@ -63,7 +60,7 @@ class _Contiguous(Allocator, Generic[HeldT]):
         self._blocks = memory.tensors if is_split else 1
         self._token = memory.token_bytes // self._blocks  # bytes of a token in one block
         self._arena: Arena = make_arena(memory.capacity, self._token)
-        self._held: dict[int, HeldT] = {}
+        self._held: dict[int, _Held] = {}
 
     def overwrite(self, sequence: int, source: int) -> None:
         self.moved += self._held[source].length
@@ -73,13 +70,7 @@ class _Contiguous(Allocator, Generic[HeldT]):
             self._arena.release(address)
 
 
-@dataclass(slots=True)
-class _Reservation(_Held):
-    limit: int
-    final: int
-
-
-class Reserving(_Contiguous[_Reservation]):
+class Reserving(_Contiguous):
     """An allocator that reserves the memory of a whole life when a sequence is admitted, so it never preempts."""
 
     def __init__(
@@ -97,12 +88,12 @@ class Reserving(_Contiguous[_Reservation]):
 
     def admit(self, sequence: int, length: int, final: int) -> bool:
         limit = self._limit(self.memory, length, final)
-        return self._reserve(sequence, min(limit, self._window or limit), length, final)
+        return self._reserve(sequence, min(limit, self._window or limit), length)
 
-    def _reserve(self, sequence: int, limit: int, length: int, final: int) -> bool:
+    def _reserve(self, sequence: int, limit: int, length: int) -> bool:
         addresses = allocated(self._arena, self._blocks, limit * self.memory.token_bytes // self._blocks)
         if addresses is not None:
-            self._held[sequence] = _Reservation(addresses, length, limit, final)
+            self._held[sequence] = _Held(addresses, [limit], length)
         return addresses is not None
 
     def grow(self, demands: Sequence[Demand]) -> list[Demand]:
@@ -113,15 +104,16 @@ class Reserving(_Contiguous[_Reservation]):
     def fork(self, parent: int, child: int) -> bool:
         ours = self._held[parent]
         self.moved += ours.length
-        return self._reserve(child, ours.limit, ours.length, ours.final)
+        return self._reserve(child, ours.capacities[0], ours.length)
 
     def account(self, remaining: Mapping[int, int]) -> Account:
         token, limits, useful, reserved = self.memory.token_bytes, 0, 0, 0
         for sequence, held in self._held.items():
-            stored = min(held.length, held.limit)
-            limits += held.limit
+            [limit] = held.capacities
+            stored = min(held.length, limit)
+            limits += limit
             useful += stored
-            reserved += min(remaining.get(sequence, 0), held.limit - stored)
+            reserved += min(remaining.get(sequence, 0), limit - stored)
         free = self.memory.capacity - self._arena.held
         rounded = self._arena.held - limits * token
         return Account(useful * token, reserved * token, (limits - useful - reserved) * token, rounded, free)
@@ -140,14 +132,7 @@ def allocated(arena: Arena, blocks: int, size: int) -> list[int] | None:
     return addresses
 
 
-@dataclass(slots=True)
-class _Allotment(_Held):
-    """capacities: the tokens that each block can hold."""
-
-    capacities: list[int]
-
-
-class Growing(_Contiguous[_Allotment]):
+class Growing(_Contiguous):
     """An allocator that moves a sequence to a larger block when it grows beyond its block.
 
     capacity_for: returns the capacity, in tokens, of a block for so many tokens.
@@ -178,7 +163,7 @@ class Growing(_Contiguous[_Allotment]):
         capacity = self._capacity_for(length)
         addresses = allocated(self._arena, self._blocks, capacity * self._token)
         if addresses is not None:
-            self._held[sequence] = _Allotment(addresses, length, [capacity] * self._blocks)
+            self._held[sequence] = _Held(addresses, [capacity] * self._blocks, length)
         return addresses is not None
 
     def grow(self, demands: Sequence[Demand]) -> list[Demand]:

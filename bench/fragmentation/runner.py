@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedkv.bench.clock import track
-from pagedkv.bench.fragmentation import runs
 from pagedkv.bench.fragmentation.account import Account, Allocator
 from pagedkv.bench.fragmentation.cells import (
     BLOCK,
     CELLS,
-    COPIES,
     FULL,
     MAKERS,
     MUSTS,
@@ -53,16 +51,16 @@ def measure(
 ) -> None:
     """Run the cells, and hand each row to `report`.
 
-    only:     workloads, or COPIES; all if empty.
+    only:     workloads; all if empty.
     variants: texts, one of which the name of a variant contains; all if empty.
     Raises: InvalidRequest for an unknown workload, a text that names no variant, or a trace that cannot be read
     """
     cells = [*CELLS, *([TRACED] if trace else [])]
-    if unknown := [name for name in only if name not in {COPIES, *(cell.workload for cell in cells)}]:
+    if unknown := [name for name in only if name not in {cell.workload for cell in cells}]:
         hint = "; --trace FILE gives it" if unknown[0] == TRACED.workload else ""
         raise InvalidRequest(
             f"--workload {unknown[0]}: there is no such workload{hint}; there are "
-            f"{', '.join(cell.workload for cell in cells)}, {COPIES}"
+            f"{', '.join(cell.workload for cell in cells)}"
         )
     chosen = [
         (cell, variant)
@@ -87,10 +85,6 @@ def measure(
         allocator = MAKERS[variant](variant, load)
         tally = Simulation(requests, allocator, EVERY).run()
         for row in rows_of(cell, variant, allocator, tally):
-            report(row)
-    if COPIES in only or not (only or variants):
-        report(runs.resized(CELLS[0].quick))
-        for row in runs.copy_speeds(7 if is_quick else 15):
             report(row)
 
 

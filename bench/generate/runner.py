@@ -4,12 +4,12 @@
     prefill     ms of the step that takes in a prompt of random ids
     overhead    ms of a step whose forward pass computes nothing: schedule, plan, sample, commit, deliver
 
-The variants take turns: the engine, the engine with torch's linear layers, generate() of transformers with its caches,
-per token, and decode steps of other engines, each in a process of its own (peers/). Before and after each variant
-memory is read: all weights, as fast as this machine reads. A step's bound is (bytes of weights + bytes of K and V) /
-that speed, for every variant that of bfloat16; a prefill's bound is its operations / the speed of a matrix product of
-torch, measured before and after it. A figure is the median over turns, and so is a ratio of two figures. A turn of
-steps is clean if half of its steps are, or all of them together; the median of the clean ones is its figure (clock.py).
+The variants take turns: the engine, generate() of transformers with its caches, per token, and decode steps of other
+engines, each in a process of its own (peers/). Before and after each variant memory is read: all weights, as fast as
+this machine reads. A step's bound is (bytes of weights + bytes of K and V) / that speed, for every variant that of
+bfloat16; a prefill's bound is its operations / the speed of a matrix product of torch, measured before and after it. A
+figure is the median over turns, and so is a ratio of two figures. A turn of steps is clean if half of its steps are, or
+all of them together; the median of the clean ones is its figure (clock.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import truediv
@@ -40,7 +40,7 @@ from pagedkv.kernels.threads import num_threads
 from pagedkv.model.engine import Engine
 from pagedkv.sampling.params import SamplingParams
 
-OURS, TORCH, STATIC, DYNAMIC = "pagedkv", "pagedkv, F.linear", "StaticCache", "DynamicCache"
+OURS, STATIC, DYNAMIC = "pagedkv", "StaticCache", "DynamicCache"
 STEPS: Final = 24
 """Steps of a turn; their median counts. Together they take long enough for the kernel's count of what others ran."""
 TOKENS: Final = 8
@@ -153,16 +153,6 @@ def _steps_of_peers(turns: int) -> int:
     return (turns + 1) * (STEPS + 1)
 
 
-@contextmanager
-def torch_linear_layers() -> Iterator[None]:
-    """Let the engine compute with the definition of the linear operations."""
-    most, linear.MOST_TOKENS = linear.MOST_TOKENS, 0  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        linear.MOST_TOKENS = most  # type: ignore[misc]
-
-
 def matrices(engine: Engine) -> list[torch.Tensor]:
     """Return the weights that a step reads."""
     weights = engine.decoder.weights
@@ -207,9 +197,6 @@ def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple
     def run(variant: str) -> Taken:
         if variant == OURS:
             return decode(engine, *shape)
-        if variant == TORCH:
-            with torch_linear_layers():
-                return decode(engine, *shape)
         if variant in peers:
             return peers[variant].steps(STEPS)
         assert host is not None
@@ -222,7 +209,7 @@ def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple
     hosts = (STATIC, DYNAMIC) if host and batch * context <= MOST_OF_HOST else ()
     with opened(others.peers, shape, _steps_of_peers(turns)) as lost:
         ready = [name for name in peers if name not in lost]
-        found = _in_turns((OURS, TORCH, *hosts, *ready), turns, run, lambda: read_speed(tensors), lost)
+        found = _in_turns((OURS, *hosts, *ready), turns, run, lambda: read_speed(tensors), lost)
     _report_times(report_with_dtypes, "decode", shape, found, num_bytes, MEMORY)
     for variant, why in lost.items():
         report_with_dtypes(_axes("decode", shape, variant) | {"median": None, "why_not": why})

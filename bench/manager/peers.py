@@ -40,8 +40,7 @@ import time
 import tracemalloc
 import types
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 Run = Callable[[], float]
@@ -527,20 +526,6 @@ def make(adapter: Any, case: str) -> Run:
     return {ALLOCATE: adapter.allocate, MATCH: adapter.match, PUBLISH: adapter.publish}[case]()
 
 
-@dataclass
-class Command:
-    """A line of stdin: run `case` `runs` times."""
-
-    case: str
-    runs: int
-
-
-def commands(lines: Iterator[str]) -> Iterator[Command]:
-    """Yield a command for each line of JSON."""
-    for line in lines:
-        yield Command(**json.loads(line))
-
-
 def serve(name: str) -> None:
     """Answer commands until stdin ends. Only answers go to stdout; the output of a peer goes to stderr."""
     out = sys.stdout
@@ -552,13 +537,14 @@ def serve(name: str) -> None:
     except Exception as why:  # any reason why a peer cannot be imported is reported
         answer = {"absent": f"{type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"}
     print(json.dumps(answer), file=out, flush=True)
-    for command in commands(sys.stdin) if adapter else ():
+    for line in sys.stdin if adapter else ():
+        asked = json.loads(line)
         try:
-            if command.case not in ready:
-                ready[command.case] = make(adapter, command.case)
+            if asked["case"] not in ready:
+                ready[asked["case"]] = make(adapter, asked["case"])
                 gc.collect()
                 gc.freeze()
-            answer = turn_of(ready[command.case], command.runs)
+            answer = turn_of(ready[asked["case"]], asked["runs"])
         except Exception as why:
             answer = {"absent": str(why) if isinstance(why, Absent) else f"{type(why).__name__}: {why}"}
         print(json.dumps(answer), file=out, flush=True)

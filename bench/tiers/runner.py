@@ -1,8 +1,7 @@
 """The rows of `pagedkv bench tiers`.
 
-store, load              GB/s of a tier by the size of a frame, and its share of the bare transfer (speed.py)
-first token              seconds by the place where the prefix lies, and the share of computing it (first_token.py)
-decode beside transfers  ms of a step while a tier moves bytes (beside.py)
+store, load   GB/s of a tier by the size of a frame, and its share of the bare transfer (speed.py)
+first token   seconds by the place where the prefix lies, and the share of computing it (first_token.py)
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any, Final
 
 from pagedkv.bench.clock import track
 from pagedkv.bench.generate.models import CONFIG, quick_config
-from pagedkv.bench.tiers import beside, first_token, speed
+from pagedkv.bench.tiers import first_token, speed
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
-PARTS: Final = ("speed", "first-token", "beside")
+PARTS: Final = ("speed", "first-token")
 QUICK_SIZES: Final = speed.SIZES[1::2]
 QUICK_CONTEXT: Final = 1024
-TURNS: Final = {"speed": 15, "first-token": 7, "beside": 9}
+TURNS: Final = {"speed": 15, "first-token": 7}
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,12 @@ def measure(report: Callable[[Row], None], asked: Asked) -> None:
     sizes = asked.sizes or (QUICK_SIZES if asked.is_quick else speed.SIZES)
     contexts = asked.contexts or (QUICK_CONTEXT if asked.is_quick else first_token.CONTEXT,)
     config = quick_config() if asked.is_quick else CONFIG
-    turns = {"speed": 5, "first-token": 2, "beside": 2} if asked.is_quick else TURNS
+    turns = {"speed": 5, "first-token": 2} if asked.is_quick else TURNS
     makers: dict[str, Callable[[], Iterable[Row]]] = {
         "speed": lambda: speed.rows(asked.folder, turns["speed"], sizes),
         "first-token": lambda: chain.from_iterable(
             first_token.rows(asked.folder, turns["first-token"], context, config) for context in contexts
         ),
-        "beside": lambda: beside.rows(turns["beside"], config=config),
     }
     for name in track(asked.parts or PARTS, "parts of tiers"):
         for row in makers[name]():

@@ -114,7 +114,7 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
         step, kv = cache.holdings.step, pools[variant].kv
         assert step is not None
         for layer in layers:
-            write_kv(k, v, kv[layer], step.batch[layer])
+            write_kv(*(x.transpose(1, 2).flatten(0, 1) for x in (k, v)), kv[layer], step.batch[layer])
         cache.end(is_done=True)
         return cache
     if variant == "StaticCache":

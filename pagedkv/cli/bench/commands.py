@@ -290,7 +290,7 @@ def bench_bandwidth(
 @benchmarks.command("tiers")
 def bench_tiers(
     quick: Quick = False,
-    part: Annotated[list[str] | None, _several("speed, first-token, beside; all if none")] = None,
+    part: Annotated[list[str] | None, _several("speed, first-token; all if none")] = None,
     frame: Annotated[list[int] | None, _several("KiB of a frame, for speed", "N", min=4, max=1 << 18)] = None,
     context: Annotated[
         list[int] | None, _several("Tokens of the prompt of first-token", "N", min=64, max=40_000)
