@@ -261,7 +261,6 @@ DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queri
     const u32 marks = me.base + marks_at(me.team, me.first_row);
     if (apart && me.part == 0 && me.lane < 16) ptx::shared_write(marks + 4 * me.lane, 0u);
     attend(state, p, pages, queries, rows, walk, me, apart);
-    ptx::stamp(ATTENDED);
     ptx::sync_block();  // the sums will overwrite the stages
     if (apart) {
         spoil(state, marks, me.lane);
@@ -323,12 +322,8 @@ DEVICE void share_piece(const AttentionParams& p, const Unit& unit, i32 group, c
     for_quads(unit, group, me.thread, [&](u32, u32 row, u32 column, i64, i32) {
         mine.store(row, column, load_teams(me.base, row, column));
     });
-    ptx::stamp(STORED);
-    const bool is_last = arrive(p, pieces.first, pieces.count, me);
-    ptx::stamp(ARRIVED);
-    if (!is_last) return;
+    if (!arrive(p, pieces.first, pieces.count, me)) return;
     merge_unit(p, unit, group, pieces, v_scale, me.base, me.thread);
-    ptx::stamp(MERGED);
 }
 
 // Wait for the unit's queries, and set what this lane's two rows may see. The keys under way are not waited for.
@@ -351,7 +346,6 @@ DEVICE void prepare(Queries& queries, Row (&rows)[2], const AttentionParams& p, 
 }
 
 KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
-    ptx::stamp(ENTERED);
     ThreadRole me;
     me.base = ptx::shared_base();
     me.thread = ptx::thread_index();
@@ -364,7 +358,6 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
     Partition<ROWS, STEP_TOKENS> partition(p);
     const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
-    ptx::stamp(RECALLED);
     if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, launch);  // this thread alone reads it
     const float k_scale = !TOKEN_SCALES && p.k_scale ? ptx::read(p.k_scale) : 1.0f, v_scale = value_scale(p);
     for (; partition.more(); partition.advance()) {
@@ -388,7 +381,6 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
                 if constexpr (READS_EARLY) lane_queries = read_queries(p, unit, partition.group, warp, me.lane);
             }
             fetch_first(walk, p, pages, me);
-            ptx::stamp(FETCHING);
             if (!is_ready) {
                 is_ready = true;
                 if constexpr (Elements::SCALED_QUERIES) {
@@ -397,9 +389,7 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
                 }
                 prepare(queries, rows, p, unit, partition.group, p.scale * k_scale, me);
             }
-            ptx::stamp(PREPARED);
             attend_all(p, pages, queries, rows, walk, me, mixed, apart);
-            ptx::stamp(GATHERED);
             if (mixed && !apart && any_nan(me)) {
                 apart = true;  // once more, see set_apart
                 continue;
@@ -413,5 +403,4 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
             item = next;
         } while (apart || item < end);
     }
-    ptx::stamp(ENDED);
 }

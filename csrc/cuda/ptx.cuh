@@ -18,9 +18,6 @@ struct alignas(16) Words4 {
     u32 x, y, z, w;
 };
 
-// The places that a CTA of attention passes, in this order: PLACES in bench/gpu/stamps.py.
-enum Place { ENTERED, RECALLED, FETCHING, PREPARED, ATTENDED, GATHERED, STORED, ARRIVED, MERGED, ENDED };
-
 #define MINUS_INFINITY ptx::as_float(0xff800000u)
 
 #ifdef SIMT_HOST
@@ -35,14 +32,6 @@ enum Place { ENTERED, RECALLED, FETCHING, PREPARED, ATTENDED, GATHERED, STORED, 
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
-
-#ifdef STAMPS
-// Of each CTA: the clock of its SM at each place, 0 where it did not pass. The last words have the time of day in ns at
-// which it entered and ended.
-extern "C" {
-__device__ u64 stamps[STAMPS][16];
-}
-#endif
 
 namespace ptx {
 
@@ -59,20 +48,6 @@ DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE u64 count_up(u64* at, u64 least) {
     atomicMax(at, least);
     return atomicAdd(at, u64{1}) + 1;
-}
-
-// Write down that the CTA passes a place, if the code is compiled with -DSTAMPS, the number of CTAs.
-DEVICE void stamp(Place place) {
-#ifdef STAMPS
-    if (thread_index() != 0 || block_index() >= STAMPS) return;
-    u64* mine = stamps[block_index()];
-    u64 clock, time;
-    asm volatile("mov.u64 %0, %clock64;" : "=l"(clock)::"memory");
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time)::"memory");
-    for (int i = RECALLED; place == ENTERED && i <= ENDED; ++i) mine[i] = 0;
-    mine[place] = clock;
-    if (place == ENTERED || place == ENDED) mine[place == ENTERED ? 14 : 15] = time;
-#endif
 }
 
 // Exchange between the 32 lanes of a warp; all lanes take part.

@@ -29,7 +29,6 @@ DEVICE void sync_block() { simt::sync_block(); }
 DEVICE void sync_warp() { simt::sync_warp(~0u); }
 DEVICE void sync_team(u32 id, u32 threads) { simt::sync_team(id, threads); }
 DEVICE void fence() {}
-DEVICE void stamp(Place) {}
 DEVICE u64 count_up(u64* at, u64 least) { return simt::count_up(at, least); }
 
 template <class T> DEVICE u64 bits_of(T x) {
