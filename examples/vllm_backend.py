@@ -39,9 +39,9 @@ class Impl(base.AttentionImpl):
         """View a layer of vLLM's pool, [F, K, S, 2D], once: the kernels bind a KVLayer that they know."""
         if self.seen is not kv_cache:
             scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float} if self.dtype else {}
-            memory, (_, K, S, C) = kv_cache.view(self.dtype or kv_cache.dtype), kv_cache.shape
-            sizes = {"num_kv_heads": K, "block_size": S, "head_dim": C // 2, "packed": "separate"}
-            self.pages, self.seen = KVLayer.of_frames(memory, **sizes, **scales), kv_cache
+            memory, (F, K, S, C) = kv_cache.view(self.dtype or kv_cache.dtype), kv_cache.shape
+            k, v = memory.view(F, 2, K, S, C // 2).transpose(2, 3).unbind(1)
+            self.pages, self.seen = KVLayer(k, v, **scales), kv_cache
         return self.pages
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):

@@ -1,4 +1,4 @@
-"""Attention of one tile of query rows over a run of keys: the common part of decode, prefill and cascade.
+"""Attention of one tile of query rows over a run of keys: the common part of decode and prefill.
 
     rows of the tile   M (query, head) pairs of one kv head: row r is query r // heads, head r % heads. So a key is read
                        once for all heads of its group, and a group of any size (1, 5, 7, 16) fills a tile of a power

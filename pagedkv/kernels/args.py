@@ -18,7 +18,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -66,76 +66,6 @@ class KVLayer:
     _bound: ClassVar[dict[tuple[Any, ...], Any] | None] = None
     """The bound calls of functional calls (bound.py). They are an attribute of the instance once there are any."""
 
-    @classmethod
-    def of_frames(
-        cls,
-        tensor: Tensor,
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        order: Literal["HND", "NHD"] = "HND",
-        packed: Literal["kv", "separate", "outermost"] = "kv",
-        head_dim_v: int | None = None,
-        k_scale: Tensor | float | None = None,
-        v_scale: Tensor | float | None = None,
-    ) -> KVLayer:
-        """Return a view of memory that another program laid out in frames. Nothing is copied.
-
-        order and packed give the dims of `tensor`, which may also be any tensor that can be viewed so: a frame may have
-        fewer dims, such as [F, elements].
-
-            packed       order "HND"          order "NHD"          a row, or a frame, holds
-            "kv"         [F, K, S, D + Dv]    [F, S, K, D + Dv]    K and then V of a token and head: vLLM on CPUs
-            "separate"   [F, 2, K, S, D]      [F, 2, S, K, D]      K and then V of all its tokens: FlashInfer, pagedkv
-            "outermost"  [2, F, K, S, D]      [2, F, S, K, D]      K or V: FlashAttention in vLLM
-
-        head_dim_v: Dv, if it differs from D; only with "kv".
-        Raises: InvalidRequest if the tensor cannot be viewed as these dims
-        """
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size, "head_dim_v": head_dim_v}
-        for name, size in sizes.items():
-            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
-                raise InvalidRequest(f"{name} is {size!r}; it must be an integer of at least 1")
-        if not isinstance(tensor, Tensor):
-            raise InvalidRequest(f"the frames are of type {type(tensor).__name__}; give a tensor")
-        width = 2 if tensor.dtype == torch.uint8 else 1  # int4: two elements in a byte
-        if head_dim % width or head_dim_v % width:
-            raise InvalidRequest(
-                f"head_dim is {head_dim} and head_dim_v is {head_dim_v} of a uint8 tensor: int4 has two elements in a "
-                "byte, so both must be even"
-            )
-        dims, dims_v = head_dim // width, head_dim_v // width
-        inner = [num_kv_heads, block_size] if order == "HND" else [block_size, num_kv_heads]
-        first = list(tensor.shape[: 2 if packed == "outermost" else 1])
-        shapes = {
-            "kv": [*first, *inner, dims + dims_v],
-            "separate": [*first, 2, *inner, dims],
-            "outermost": [*first, *inner, dims],
-        }
-        if order not in ("HND", "NHD") or packed not in tuple(shapes):
-            raise InvalidRequest(
-                f"order is {order!r} and packed is {packed!r}; order is HND or NHD, packed one of {', '.join(shapes)}"
-            )
-        if packed != "kv" and dims != dims_v:
-            raise InvalidRequest(f"head_dim_v is {head_dim_v} beside head_dim {head_dim}; only packed='kv' allows that")
-        frames = _viewed(tensor, shapes[packed])
-        if frames is None or (packed == "outermost" and first[0] != 2):
-            wanted = ["F", *shapes[packed][1:]] if packed != "outermost" else [2, "F", *shapes[packed][2:]]
-            raise InvalidRequest(
-                f"a tensor {list(tensor.shape)} with strides {tensor.stride()} is no view of frames "
-                f"[{', '.join(map(str, wanted))}], which order {order} and packed {packed} ask for; "
-                "give these dims, the last one contiguous, or fewer dims of the same memory"
-            )
-        if packed == "kv":
-            k, v = frames[..., :dims], frames[..., dims:]
-        else:
-            k, v = frames.unbind(1 if packed == "separate" else 0)
-        if order == "HND":
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return cls(k, v, k_scale, v_scale)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields alone.
 
@@ -151,18 +81,6 @@ def _scale_of(name: str, scale: object, k: Tensor) -> Tensor:
             if math.isfinite(number := float(scale)):
                 return torch.full((), number, dtype=torch.float32, device=k.device)
     raise InvalidRequest(f"layer.{name} is {scale!r}; give a number, a float32 tensor [] or [F, S, K], or None")
-
-
-def _viewed(tensor: Tensor, shape: list[int]) -> Tensor | None:
-    """Return `tensor` as `shape`, or None. A tensor of as many dims has the shape already: other dims are an error."""
-    if tensor.dim() == len(shape):
-        frames = tensor if list(tensor.shape) == shape else None
-    else:
-        try:
-            frames = tensor.view(shape)
-        except RuntimeError:
-            frames = None
-    return frames if frames is not None and frames.stride(-1) == 1 else None
 
 
 @dataclass(frozen=True)

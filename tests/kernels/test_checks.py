@@ -44,7 +44,10 @@ def query(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Built], B
 
 WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q[:, :5]), "q has H=5 heads but layer.k has K=2 kv heads: H must be a multiple of K"),
-    (query(lambda q: q[..., :32]), "q is float32 [5, 6, 32]; it must be float32, bfloat16, float16, float64 [T=5, H=6, D=64]"),
+    (
+        query(lambda q: q[..., :32]),
+        "q is float32 [5, 6, 32]; it must be float32, bfloat16, float16, float64 [T=5, H=6, D=64]",
+    ),
     (query(lambda q: q[0]), "q is float32 [6, 64]; it must be float32, bfloat16, float16, float64 [T, H, D=64]"),
     (query(lambda q: q.half()), "q is float16 but layer.k is float32: convert q"),
     (query(lambda q: q.int()), "q is int32; it must be float32, bfloat16 or float16"),
@@ -93,7 +96,10 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     ),
     (option(window=(4, 1)), "window shows 1 positions after a query, and a causal query sees none of them"),
     *(
-        (option(causal=x), f"causal is {str(x.dtype)[6:]} {list(x.shape)}; it must be bool [>=B=2], or None: which sequences")
+        (
+            option(causal=x),
+            f"causal is {str(x.dtype)[6:]} {list(x.shape)}; it must be bool [>=B=2], or None: which sequences",
+        )
         for x in (torch.ones(1, dtype=torch.bool), torch.ones(2), torch.ones(1, 2, dtype=torch.bool))
     ),
     (option(split_tokens=-1), "split_tokens is -1; it must be an integer of at least 1, or None"),
@@ -199,8 +205,16 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
         {"layer": KVLayer(torch._neg_view(torch.zeros(7, 16, 2, 64)), torch.zeros(7, 16, 2, 64))},
         "layer.k is a view of negated memory, which no kernel writes; give layer.k.resolve_neg()",
     ),
-    ("0", {"k": torch.zeros(5, 2, 32)}, "k is float32 [5, 2, 32]; it must be float32, bfloat16, float16, float64, float8"),
-    ("0", {"v": torch.zeros(4, 2, 64)}, "v is float32 [4, 2, 64]; it must be float32, bfloat16, float16, float64, float8"),
+    (
+        "0",
+        {"k": torch.zeros(5, 2, 32)},
+        "k is float32 [5, 2, 32]; it must be float32, bfloat16, float16, float64, float8",
+    ),
+    (
+        "0",
+        {"v": torch.zeros(4, 2, 64)},
+        "v is float32 [4, 2, 64]; it must be float32, bfloat16, float16, float64, float8",
+    ),
     ("0", {"k": torch.zeros(5, 2, 64).int()}, "float8_e5m2 [T, K=2, D=64]: the store quantises floats itself"),
     ("0", {"slots": torch.zeros(4).long()}, "slots is int64 [4]; it must be int64 [T=5]"),
     ("0", {"slots": torch.zeros(5, dtype=INT32)}, "slots is int32 [5]"),

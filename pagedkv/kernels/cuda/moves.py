@@ -1,6 +1,6 @@
-"""Launches of write_kv, gather_kv, merge_states and copy_frames: the kernels of csrc/cuda that move rows and frames.
+"""Launches of write_kv, merge_states and copy_frames: the kernels of csrc/cuda that move rows and frames.
 
-This file knows geometry and the layouts of `WriteParams`, `GatherParams`, `MergeParams` and `CopyParams` in
+This file knows geometry and the layouts of `WriteParams`, `MergeParams` and `CopyParams` in
 csrc/cuda/params.h. It does not know CUDA: a `Machine` (attention.py) runs the launches.
 """
 
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedkv.kernels import quant, reference
-from pagedkv.kernels.args import GatherCall, KVLayer, RotaryTable, WriteCall, bound_fields
+from pagedkv.kernels.args import KVLayer, RotaryTable, WriteCall, bound_fields
 from pagedkv.kernels.cuda.attention import MOST_LAUNCHES
 from pagedkv.kernels.cuda.specialisation import (
     COPY_RUN,
     CopySpecialisation,
-    GatherSpecialisation,
     MergeSpecialisation,
     WriteSpecialisation,
     vectors_of,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 WRITE_POINTERS: Final = struct.Struct("@10Q")
 WRITE_REST: Final = struct.Struct("@21q9i4x")
 WRITE_LAYOUT: Final = struct.Struct("@10Q21q9i4x")  # both
-GATHER_LAYOUT: Final = struct.Struct("@11Q21q8i")
 COPY_LAYOUT: Final = struct.Struct("@4Q4q4i")
 MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
 
@@ -111,28 +109,6 @@ def writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     quads += [_aligned(x, 2 if x.dtype == torch.uint8 else 4 * x.element_size()) for x in (call.k, call.v)]
     rests = (WRITE_REST.pack(*strides, T, K, call.k.shape[1], first, count, *quads) for first, count in parts)
     return [(kernel, blocks * count, rest) for (_, count), rest in zip(parts, rests, strict=True)]
-
-
-def gather_kv(call: GatherCall, machine: Machine) -> None:
-    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
-    x, outs, B = call.source, (call.k_out, call.v_out), len(call.source.seq_lens)
-    (_, S, K), L = x.k.shape[:3], 1 if call.starts is not None else call.k_out.shape[1]
-    rows, (D, Dv) = call.k_out.shape[0] * L, (out.shape[-1] for out in outs)
-    if not rows or not B:
-        return
-    kinds = [quant.kind_of(tensor) for tensor in (x.k, call.k_out)]
-    kernel = GatherSpecialisation(kinds[0], kinds[1], D, Dv, scale_kind(x.k_scale), scale_kind(x.v_scale))
-    pointers = (x.k, x.v, x.k_scale, x.v_scale, x.block_table, x.rows, x.seq_lens, x.first, call.starts, *outs)
-    strides = [stride * pool.element_size() for pool in (x.k, x.v) for stride in pool.stride()[:3]]
-    strides += [*scale_strides(x.k_scale), *scale_strides(x.v_scale)]
-    strides += [x.block_table.stride(0), 0 if x.rows is None else x.rows.stride(0)]
-    for out in outs:
-        steps = [stride * out.element_size() for stride in out.stride()[:-1]]
-        strides += steps if call.starts is None else [0, *steps]
-    quads = [_aligned(pool, 2 if pool.dtype == torch.uint8 else 4 * pool.element_size()) for pool in (x.k, x.v)]
-    quads += [_aligned(out, 4 * out.element_size()) for out in outs]
-    params = GATHER_LAYOUT.pack(*map(_address, pointers), *strides, rows, B, K, S, L, *quads)
-    machine.launch(kernel, 2 * -(-rows * K // vectors_of(max(D, Dv))), params)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:

@@ -235,20 +235,6 @@ class WriteSpecialisation(_ByRows):
 
 
 @dataclass(frozen=True, slots=True)
-class GatherSpecialisation(_ByRows):
-    """A specialisation of csrc/cuda/gather_kv.cuh, whose head explains the fields."""
-
-    kv_kind: int
-    out_kind: int
-    head_dim: int
-    head_dim_v: int
-    k_scale: int
-    v_scale: int
-
-    name = "gather_kv"
-
-
-@dataclass(frozen=True, slots=True)
 class MergeSpecialisation(_ByRows):
     """A specialisation of csrc/cuda/merge_states.cuh."""
 

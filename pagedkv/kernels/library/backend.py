@@ -7,12 +7,10 @@ It is for long prompts, whose products cost much more than a copy of their keys.
 
 The products are made by the first of these that serves the call:
 
-    FlashAttention 3  where torch.nn.attention has activated it. It reads keys of the queries' dtype in their pages,
-                      without a copy, where torch's operator takes a block table (2.12 and later).
     cuDNN             whole prompts of one length, and one sequence with keys before its new tokens. torch's own check
                       (can_use_cudnn_attention) says whether cuDNN is there and takes the heads. products.py has the
                       shapes of its calls.
-    FlashAttention 2  all other calls on a GPU
+    FlashAttention 2  all other calls on a GPU; another version where torch.nn.attention has activated it
     CPU               torch's flash attention for the CPU, one sequence at a time, to prove this file
 
 A sequence is doubtful, and another kernel computes it a second time, if
@@ -30,7 +28,6 @@ back. `_present` and `_store` are one Triton kernel each there; torch's operatio
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -176,10 +173,7 @@ def _gathered(call: AttentionCall, found: Present) -> tuple[Tensor, Tensor, Tens
 def _on_gpu(call: AttentionCall) -> tuple[Present, list[AttentionState]]:
     """Return what is there of each sequence, and the states of its new tokens. Rows past the last sequence hold
     anything."""
-    if _reads_pages(call):
-        found = _present(call)
-        return found, [_flash(call, call.k, call.v, None, seqused_k=found.lens, block_table=found.table)]
-    products = products_of(call, _activated() is not None)
+    products = products_of(call)
     if products is not None:
         found = _present(call, products.prefix)
         source = GatherSource(*call[:4], found.table, None, found.lens, found.zeros)
@@ -189,35 +183,15 @@ def _on_gpu(call: AttentionCall) -> tuple[Present, list[AttentionState]]:
     return found, [_flash(call, *_gathered(call, found))]
 
 
-def _activated() -> str | None:
-    """Return the implementation of flash attention that torch.nn.attention has activated, or None."""
-    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # type: ignore[no-any-return]
-
-
-def _reads_pages(call: AttentionCall) -> bool:
-    """Return whether flash attention reads this pool in its pages."""
-    plain = call.k.dtype == call.q.dtype and call.k_scale is None and call.v_scale is None
-    return _activated() == "FA3" and plain and _takes_pages()
-
-
-@cache
-def _takes_pages() -> bool:
-    """Return whether torch's operator has an argument for the page table."""
-    operator = torch.ops.aten._flash_attention_forward.default
-    return any(argument.name == "block_table" for argument in operator._schema.arguments)
-
-
-def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **pages: Tensor) -> AttentionState:
+def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> AttentionState:
     """Return the state of all new tokens by FlashAttention 2, or by what torch.nn.attention has activated.
-
-    pages: lengths and page table, where k and v are the pool.
 
     The bound of queries is never 1. With it and fewer kv heads than heads, FlashAttention 2 takes row b of q for the
     one query of sequence b: it refuses q with padding, and is wrong where a sequence without queries hides padding.
     """
     bounds = (max(2, call.max_seqlen_q), call.max_seqlen_k)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        call.q, k, v, call.cu_seqlens_q, starts, *bounds, 0.0, True, False, scale=call.scale, **pages
+        call.q, k, v, call.cu_seqlens_q, starts, *bounds, 0.0, True, False, scale=call.scale
     )
     return AttentionState(out.unsqueeze(0), lse.t().unsqueeze(0))
 

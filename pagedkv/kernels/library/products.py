@@ -82,15 +82,12 @@ class Products(NamedTuple):
         return states
 
 
-def products_of(call: AttentionCall, chunks_elsewhere: bool) -> Products | None:
-    """Return the operands of cuDNN for `call`, with k and v not filled yet; None if cuDNN does not serve it.
-
-    chunks_elsewhere: a faster kernel takes sequences with a prefix
-    """
+def products_of(call: AttentionCall) -> Products | None:
+    """Return the operands of cuDNN for `call`, with k and v not filled yet; None if cuDNN does not serve it."""
     (T, H, D), B, K = call.q.shape, call.seq_lens.shape[0], call.k.shape[2]
     M, prefix = call.max_seqlen_q, call.max_seqlen_k - call.max_seqlen_q
     # the bound of many sequences does not say that all have as many keys, unless each has as many as new tokens
-    if T != B * M or prefix < 0 or (prefix and (B > 1 or chunks_elsewhere)):
+    if T != B * M or prefix < 0 or (prefix and B > 1):
         return None
     before = rounded_down(prefix) if prefix >= LEAST_PREFIX else 0
     offset = prefix - before

@@ -1,7 +1,7 @@
 """The numba backend, seen from Python: kernels for machines without a compiler.
 
 This file knows what the kernels refuse, and turns a call into one int64 array. It knows nothing of the arithmetic:
-attention.py, write.py and gather.py hold the loops and the layouts of the array. They are imported at the first call,
+attention.py and write.py hold the loops and the layouts of the array. They are imported at the first call,
 with numba. They are compiled then, which takes some ten seconds once; the machine code is kept on disk
 (machine_code.py).
 
@@ -29,7 +29,7 @@ from pagedkv.kernels.layout import bounds
 from pagedkv.kernels.threads import is_forked, num_threads
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, WriteCall
     from pagedkv.kernels.case import Case
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -38,14 +38,14 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 ROWS_AT_ONCE: Final = 64
 """The most rows (queries times G) of one kv head in a unit of work, unless G is larger; of all its heads twice that."""
 WRITE_ALONE: Final = 16
-"""Tokens of a write, or of a gather, for which it is not worth waking another thread."""
+"""Tokens of a write for which it is not worth waking another thread."""
 
 
 def objections(case: Case) -> list[str]:
     """Return the reasons why these kernels cannot serve `case`."""
     if find_spec("numba") is None:
         return ["numba is not installed: pip install numba"]
-    return [] if case.op in ("merge_states", "copy_frames") else case.not_a_float()
+    return [] if case.op in ("merge_states", "copy_frames", "gather_kv") else case.not_a_float()
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -110,29 +110,9 @@ def write_kv(call: WriteCall) -> None:
         _run(write.write, words, threads)
 
 
-def gather_kv(call: GatherCall) -> None:
-    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
-    from pagedkv.kernels.numba import gather
-
-    x, (B, L) = call.source, call.k_out.shape[:2]
-    B, L, N = (B, L, B * L) if call.starts is None else (len(x.seq_lens), 0, int(call.starts[-1]))
-    threads = min(num_threads(), -(-N // WRITE_ALONE)) or 1
-    tables = (x.block_table, x.rows, x.seq_lens, x.first, call.starts)
-    for pool, scale, out in ((x.k, x.k_scale, call.k_out), (x.v, x.v_scale, call.v_out)):
-        words = np.zeros(gather.WORDS, np.int64)
-        rows = out if call.starts is None else out[None]
-        _put_tensors(words, (pool, scale, *tables, rows))
-        words[gather.B : gather.S + 1] = (B, L, N, *rows.shape[2:], pool.shape[1])
-        words[gather.POOL_KIND : gather.OUT_KIND + 1] = (quant.kind_of(pool), quant.kind_of(out))
-        if call.starts is not None:
-            words[gather.OUT + 1] = 0  # rows are numbered over all sequences
-        scratch = np.empty((threads, rows.shape[3]), np.float32)
-        words[gather.SCRATCH : gather.RUN + 1] = (scratch.ctypes.data, max(WRITE_ALONE, N // (4 * threads)))
-        _run(gather.gather, words, threads)
-
-
+gather_kv: Final = reference.gather_kv  # torch's indexing copies whole rows already
 merge_states: Final = reference.merge_states  # torch's operations cost little beside attention
-copy_frames: Final = reference.copy_frames  # torch's indexing copies whole rows already
+copy_frames: Final = reference.copy_frames
 
 
 def _put_tensors(words: Words, tensors: tuple[Tensor | None, ...]) -> None:

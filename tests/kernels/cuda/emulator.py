@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, WriteCall
     from pagedkv.kernels.cuda.specialisation import Specialisation
 
 CSRC = Path(__file__).parents[3] / "csrc"
@@ -52,7 +52,6 @@ extern "C" void enter(const void* params) {{ {kernel}(*static_cast<const {params
 PARAMS = {
     "paged_attention": "AttentionParams",
     "write_kv": "WriteParams",
-    "gather_kv": "GatherParams",
     "merge_states": "MergeParams",
     "copy_frames": "CopyParams",
 }
@@ -185,12 +184,6 @@ class Emulator:
         """`write_kv` of the backend. Raises: Fault."""
         self._may_touch(*call)
         moves.write_kv(call, self)
-
-    def gather_kv(self, call: GatherCall) -> None:
-        """`gather_kv` of the backend. Raises: Fault."""
-        source = call.source
-        self._may_touch(*source, call.starts, call.k_out, call.v_out)
-        moves.gather_kv(call, self)
 
     def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         """`merge_states` of the backend. Raises: Fault."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pagedkv
-from pagedkv import copy_frames, gather_kv, merge_states, write_kv
+from pagedkv import copy_frames, merge_states, write_kv
 from pagedkv.kernels import reference, registry
 from pagedkv.kernels.args import RotaryTable
 from pagedkv.kernels.cuda import specialisation
@@ -17,7 +17,6 @@ from tests.kernels import test_compiled_laws, test_laws, test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator
-from tests.kernels.gather import test_gather
 from tests.kernels.hostile.test_tables import check_that_nothing_beyond_the_pool_is_written
 from tests.kernels.latents import test_latents
 from tests.kernels.test_write import SLOTS, batch_of
@@ -53,21 +52,6 @@ test_copies_read_every_source_before_one_destination_is_written = (
 test_copying_nothing_is_allowed = test_write.test_copying_nothing_is_allowed
 test_absorbed_attention_is_the_expanded_attention = test_latents.test_absorbed_attention_is_the_expanded_attention
 test_a_store_of_keys_alone_is_a_store_of_keys = test_latents.test_a_store_of_keys_alone_is_a_store_of_keys
-test_a_gather_is_what_the_pages_hold = test_gather.test_a_gather_is_what_the_pages_hold
-test_a_gather_takes_any_head_dim = test_gather.test_a_gather_takes_any_head_dim
-test_latents_that_hold_their_values_are_gathered_as_both = (
-    test_gather.test_latents_that_hold_their_values_are_gathered_as_both
-)
-test_a_sequence_begins_at_the_position_that_first_names = (
-    test_gather.test_a_sequence_begins_at_the_position_that_first_names
-)
-test_pages_before_first_are_not_looked_up = test_gather.test_pages_before_first_are_not_looked_up
-test_one_length_for_all_pads_on_the_left_or_on_the_right = (
-    test_gather.test_one_length_for_all_pads_on_the_left_or_on_the_right
-)
-test_rows_behind_the_last_token_stay_as_they_are = test_gather.test_rows_behind_the_last_token_stay_as_they_are
-test_nothing_is_gathered_from_no_sequences = test_gather.test_nothing_is_gathered_from_no_sequences
-test_nan_and_infinity_reach_their_own_elements_only = test_gather.test_nan_and_infinity_reach_their_own_elements_only
 
 
 @pytest.fixture(params=[900, pytest.param(800, marks=pytest.mark.slow)], ids=["sm_90", "sm_80"])
@@ -91,13 +75,11 @@ def test_every_operation_runs_its_own_kernel(machine: Emulator) -> None:
     pagedkv.paged_attention(built.q, built.layer, built.batch)
     write_kv(torch.randn(3, 2, 64), torch.randn(3, 2, 64), built.layer, built.batch)
     merge_states(torch.randn(3, 4, 64), torch.randn(3, 4), torch.randn(3, 4, 64), torch.randn(3, 4))
-    gather_kv(built.layer, built.batch)
     copy_frames(built.layer.k, torch.tensor([[0, 1]], dtype=torch.int32))
     assert [kernel.name for kernel in machine.launches] == [
         "paged_attention",
         "write_kv",
         "merge_states",
-        "gather_kv",
         "copy_frames",
     ]
 

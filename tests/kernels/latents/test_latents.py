@@ -104,16 +104,14 @@ def test_a_layer_that_is_moved_keeps_its_values_within_its_keys() -> None:
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_a_bound_store_and_padded_latents_store_the_same(kv: str | None) -> None:
+def test_a_bound_store_of_latents_stores_the_same(kv: str | None) -> None:
     new, slots = torch.randn(6, 1, 80), torch.tensor([7, -1, 0, 13, 2, 9])
-    layers = [cache_of(kv_dtype=kv)[0] for _ in range(3)]
+    layers = [cache_of(kv_dtype=kv)[0] for _ in range(2)]
     write_kv(new, None, layers[0], slots)
     store = bind_write(layers[1])
     for _ in range(2):
         store(new, None, slots)
-    write_kv(new.view(2, 3, 1, 80).transpose(1, 2), None, layers[2], slots)
-    for layer in layers[1:]:
-        assert torch.equal(as_bytes(layer.k), as_bytes(layers[0].k))
+    assert torch.equal(as_bytes(layers[1].k), as_bytes(layers[0].k))
 
 
 def test_a_value_is_refused_where_it_would_replace_the_scale_of_its_key() -> None:

@@ -129,7 +129,7 @@ def test_queries_that_are_not_aligned_are_copied(by_cudnn: list[Any], monkeypatc
         (wide[:, :8, : call.q.shape[2]], False),
         (wide.flatten().as_strided(call.q.shape, call.q.stride(), 4), False),
     ):
-        found = products.products_of(call._replace(q=q), False)
+        found = products.products_of(call._replace(q=q))
         assert found is not None
         assert (found.queries.data_ptr() == q.data_ptr()) is is_same
         assert found.queries[0].equal(q)
@@ -389,44 +389,6 @@ def test_torchs_own_check_decides_about_cudnn() -> None:
         pytest.skip("a build for CUDA asks the driver")
     q = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16)
     assert products._cudnn_serves(q, q[:, :2], q[:, :2], True) is False
-
-
-@pytest.mark.parametrize(
-    ("active", "kv", "gathers"), [("FA3", "", 0), ("FA3", "fp8_e4m3/tensor", 1), ("FA4", "", 1), (None, "", 1)]
-)
-@pytest.mark.parametrize("B", [1, 2])
-def test_flash_attention_3_reads_a_pool_of_the_queries_dtype_in_its_pages(
-    active: str | None, kv: str, gathers: int, B: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An activated implementation takes chunks of one sequence, too, which cuDNN could take."""
-    given = []
-    monkeypatch.setattr(products, "_cudnn_serves", lambda *operands: active is not None)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active, raising=False)
-    monkeypatch.setattr(backend, "_takes_pages", lambda: True)
-
-    def forward(q: Any, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        given.append((arguments, named))
-        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    with FakeTensorMode(), torch.device("cuda:0"):
-        call = typical_call(B=B, q_len=2048, n=6000, kv=kv)
-        backend.paged_attention(call)
-    assert len(launches.gathered) == gathers
-    (((k, v, starts, ends, *numbers), named),) = given
-    assert numbers == [2048, 6000, 0.0, True, False]
-    assert launches.stored == [[((1, B * 2048, 32, 128), (1, B * 2048, 32))]]
-    if gathers:
-        assert (k.shape, ends.dtype, set(named)) == ((B * 6000, 8, 128), torch.int32, {"scale"})
-    else:
-        assert (k is call.k, v is call.v, starts is call.cu_seqlens_q, ends) == (True, True, True, None)
-        assert (named["block_table"].shape, named["block_table"].dtype) == ((B, 375), torch.int32)
-        assert (named["seqused_k"].shape, named["seqused_k"].dtype) == ((B,), torch.int32)
-
-
-def test_torchs_operator_takes_pages_where_its_schema_says_so() -> None:
-    takes = "block_table" in str(torch.ops.aten._flash_attention_forward.default._schema)
-    assert backend._takes_pages() is takes
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
