@@ -12,8 +12,7 @@ import pytest
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import OutOfFrames
 from pagedkv.tiers import DiskTier, HostTier, names
-from tests.tiers.test_hostile import Stubborn
-from tests.tiers.world import SIZE, SPEC, World
+from tests.tiers.world import SIZE, SPEC, Stubborn, World
 
 FRAMES = 24
 GROUPS = {

@@ -122,3 +122,14 @@ def test_a_task_that_ends_late_is_made_up_for_up_to_the_time_of_one(
         begun.append(round(clock.now - 100))
         clock.now += 10 + late if number == 0 else 0
     assert begun == begins
+
+
+def test_a_task_that_is_cancelled_uses_nothing_of_the_limit() -> None:
+    mover, ran, cancelled = Mover("test", 1, 1000.0), threading.Event(), threading.Event()
+    for is_last in (False, False, False, True):  # 10 s each
+        is_cancelled = (lambda: False) if is_last else cancelled.is_set
+        run = ran.set if is_last else (lambda: None)
+        mover.put(Task(run, 1, 10_000, is_urgent=False, is_cancelled=is_cancelled))
+    cancelled.set()
+    assert ran.wait(9)  # a task that is not cancelled takes 10 s
+    mover.close(1)

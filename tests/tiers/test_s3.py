@@ -51,19 +51,14 @@ def test_pages_in_large_objects_are_found_by_others_and_not_by_other_models(s3: 
     closed(one, two, other)
 
 
-def test_a_flipped_byte_and_a_cut_object_are_misses(s3: S3) -> None:
+def test_an_object_that_is_cut_short_is_a_miss(s3: S3) -> None:
     one, two = filled(s3)
     [name] = s3.records()
-    whole = s3.read(name)
-    record = bytearray(whole)
-    record[-1] ^= 16
-    s3.write(name, bytes(record))
-    assert fetched(two) < PAGES * SIZE
-    assert two.cache.tiers.stats()["shared"].corrupt == 1
+    assert fetched(two) == PAGES * SIZE  # two has read the head
     two.cache.evict(16)
-    s3.write(name, whole[: len(whole) // 2])  # shorter than the head, which two has read, says
+    s3.write(name, s3.read(name)[: len(s3.read(name)) // 2])
     assert fetched(two) < PAGES * SIZE
-    assert two.cache.tiers.stats()["shared"].corrupt > 1
+    assert two.cache.tiers.stats()["shared"].corrupt > 0
     closed(one, two)
 
 

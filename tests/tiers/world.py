@@ -6,13 +6,15 @@ So a page that was lost, torn, mixed up or stale shows when a prompt maps it, wh
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from pagedkv import AddressSpace, KVSpec, PagedKVCache
-from pagedkv.tiers import Tier
+from pagedkv.tiers import HostTier, Tier
+from pagedkv.tiers.slots import Move
 
 SIZE = 4
 SPEC = KVSpec(1, 1, 16, block_size=SIZE, dtype="float32")
@@ -79,3 +81,19 @@ def evicted(*tiers: Tier, num_frames: int = 16) -> World:
     assert world.cache.tiers.flush(20)
     world.cache.evict(num_frames)
     return world
+
+
+class Stubborn(HostTier):
+    """A host tier whose loads wait for `may_load`, or raise `fault`. is_loading: set when one waits."""
+
+    def __init__(self, size: str, fault: Exception | None = None) -> None:
+        super().__init__(size)
+        self.may_load, self.fault = threading.Event(), fault
+        self.is_loading = threading.Event()
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        self.is_loading.set()
+        self.may_load.wait(30)
+        if self.fault:
+            raise self.fault
+        super()._load(moves)
