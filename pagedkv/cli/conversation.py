@@ -18,7 +18,6 @@ import re
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from types import FrameType
 from typing import Any, Final
 
@@ -27,8 +26,8 @@ from rich.text import Text
 
 from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.cli.complaints import complain
-from pagedkv.cli.generate import Arguments, load, token_ids
-from pagedkv.cli.inputs.shaping import with_ids
+from pagedkv.cli.generate import Job, load
+from pagedkv.cli.options import in_options
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
@@ -72,25 +71,23 @@ class CtrlC:
         self.came = True
 
 
-def hold(args: Arguments, screen: Console) -> int:
+def hold(job: Job) -> int:
     """Hold a conversation until the user ends it.
 
     Raises: PagedKVError before the first prompt, as for a checkpoint without a chat template
     """
-    if args.as_json or args.num_samples > 1 or args.sampling["logprobs"] is not None:
-        raise InvalidRequest("a conversation has one reply, and no --json; give a prompt, or a .jsonl")
-    params = SamplingParams(**args.sampling)
-    engine = load(args, screen)
-    params = replace(params, logit_bias=with_ids(args.biases, engine.tokenizer))
-    talk = Conversation(engine, args, params, screen)
+    if job.output.as_json or job.output.num_samples > 1:
+        raise InvalidRequest("a conversation has one reply and no --json; give a prompt, or a .jsonl")
+    engine = load(job.loading, job.screen)
+    talk = Conversation(engine, job, job.biased(engine, job.params))
     talk.begin()
     with engine, CtrlC() as ctrl_c:
-        while (line := _line(ctrl_c, screen)) is not None:
+        while (line := _line(ctrl_c, job.screen)) is not None:
             if line == RESET:
                 talk.reset()
                 talk.say("the conversation is empty")
             elif re.fullmatch(r"/\w*", line):
-                talk.help()
+                talk.say(HELP)
             elif line:
                 talk.turn(line, ctrl_c)
     return 0
@@ -126,27 +123,23 @@ def _typed(ctrl_c: CtrlC) -> str:
 class Conversation:
     """The messages so far, and the engine that answers them."""
 
-    def __init__(self, engine: Engine, args: Arguments, params: SamplingParams, screen: Console) -> None:
-        self._engine, self._args, self._params, self._screen = engine, args, params, screen
-        is_bundled = args.model is None and args.templating.system is None
+    def __init__(self, engine: Engine, job: Job, params: SamplingParams) -> None:
+        self._engine, self._job, self._params = engine, job, params
+        is_bundled = job.loading.model is None and job.templating.system is None
         self._page: str | None = DEMO_PAGE if is_bundled else None
         self._messages: list[dict[str, Any]] = []
         self.reset()
 
     def begin(self) -> None:
         """Show the page of the bundled checkpoint and the help. Raises: PagedKVError if the template is not usable"""
-        self._token_ids([*self._messages, {"role": "user", "content": "?"}])
+        self._job.token_ids([*self._messages, {"role": "user", "content": "?"}], self._engine)
         if self._page:
             self.say(f"{self._page}\n\nAsk about this page, such as: {DEMO_QUESTION}")
-        self.help()
-
-    def help(self) -> None:
-        """Tell what the user can do."""
         self.say(HELP)
 
     def say(self, text: str) -> None:
         """Print a dim text to the terminal."""
-        self._screen.print(Text(text, style="dim"))
+        self._job.screen.print(Text(text, style="dim"))
 
     def reset(self) -> None:
         """Forget all messages but that of the system."""
@@ -156,11 +149,10 @@ class Conversation:
         """Answer a message. If that fails, the history is as before."""
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
-            request = self._engine.submit(
-                self._token_ids(asked), self._params, on_text=_show, tenant=self._args.tenant_name
-            )
+            ids = self._job.token_ids(asked, self._engine)
+            request = self._engine.submit(ids, self._params, on_text=_show, tenant=self._job.tenant)
         except (InvalidRequest, CheckpointError) as error:
-            return complain(f"{error}; {RESET} forgets the conversation")
+            return complain(f"{in_options(str(error))}; {RESET} forgets the conversation")
         while not request.finished:
             if ctrl_c.came:
                 self._engine.cancel(request)
@@ -173,9 +165,6 @@ class Conversation:
             return complain(reply.error)
         self._messages = [*asked, {"role": "assistant", "content": reply.text}]
         self.say(_account(request, reply))
-
-    def _token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        return token_ids(messages, self._args.templating, self._engine.tokenizer)
 
 
 def _show(_: Completion, piece: str) -> None:

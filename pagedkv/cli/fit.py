@@ -18,6 +18,7 @@ from pagedkv.checkpoint import hub
 from pagedkv.checkpoint.config import ModelConfig
 from pagedkv.checkpoint.files import read_json
 from pagedkv.checkpoint.fit import WEIGHT_BITS, Footprint, counts_of_gpus, footprint_of_config, footprint_of_numbers
+from pagedkv.cli.options import Fitting, Geometry, Stored, amount, naming_options
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.spec import STEP_TOKENS, KVSpec, parse_bytes
 
@@ -30,46 +31,32 @@ BLOCK_SIZES: Final = (1, 8, 16, 32, 64, 128, 256)
 DEFAULT_CONTEXT: Final = 8192
 """Tokens, if neither the user nor a config gives a context."""
 DEFAULT_DTYPE: Final = "float16"
-MOST: Final = 2**31 - 1
-"""The largest number taken from the command line, as from a config.json."""
 _NUMBERS: Final = "give a config with --model, or the numbers --layers, --kv-heads and --head-dim"
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The arguments of one run. numbers: the fields of KVSpec that were given. weights: a name, or a size."""
-
-    model: str | None
-    numbers: dict[str, Any]
-    stored: dict[str, Any]
-    weights: str | None
-    context: int | None
-    memory: str | None
-    bandwidth: str | None
-    gpus: int
-    prefill_chunk: int | None
-    as_json: bool
-
-
-@dataclass(frozen=True)
 class Model:
-    """A model: `footprint(gpus)`, and the facts about it that the tables show."""
+    """A model: `footprint(gpus)`, and the facts about it that the tables show. weights: a name, or bytes."""
 
-    args: Arguments
+    fitting: Fitting
+    numbers: dict[str, Any]
+    stored: Stored
     weights: str | int | None
     config: ModelConfig | None
     name: str
 
     def footprint(self, gpus: int, block_size: int | None = None) -> Footprint:
         """Return the memory that it takes on each of so many GPUs. block_size: another one than was asked for."""
-        stored = {**self.args.stored, "block_size": block_size or self.args.stored["block_size"]}
+        of, chunk = self.stored, self.stored.prefill_chunk
+        stored: dict[str, Any] = {"kv_dtype": of.kv_dtype, "block_size": block_size or of.block_size}
         if self.config is not None:
-            found = footprint_of_config(self.config, self.config.specs(**stored), gpus, self.weights)
+            specs = self.config.specs(dtype=of.dtype, **stored)
+            found = footprint_of_config(self.config, specs, gpus, self.weights)
         else:
             assert not isinstance(self.weights, str)
-            stored["dtype"] = stored["dtype"] or DEFAULT_DTYPE
-            found = footprint_of_numbers(KVSpec(**self.args.numbers, **stored), self.weights or 0, gpus)
-        return replace(found, at_once=min(self.args.prefill_chunk or STEP_TOKENS, STEP_TOKENS))
+            spec = KVSpec(dtype=of.dtype or DEFAULT_DTYPE, **self.numbers, **stored)
+            found = footprint_of_numbers(spec, self.weights or 0, gpus)
+        return replace(found, at_once=min(chunk or STEP_TOKENS, STEP_TOKENS))
 
     @property
     def knows_weights(self) -> bool:
@@ -84,43 +71,44 @@ class Model:
     @property
     def context(self) -> int:
         """The context asked for; without one, the longest of the model. Raises: InvalidRequest for a longer one"""
-        if self.args.context is None:
+        asked = self.fitting.context
+        if asked is None:
             return self.longest or DEFAULT_CONTEXT
-        if self.longest is not None and self.args.context > self.longest:
-            raise InvalidRequest(f"--context is {self.args.context:,}; the model ends at {self.longest:,} tokens")
-        return self.args.context
+        if self.longest is not None and asked > self.longest:
+            raise InvalidRequest(f"--context is {asked:,}; the model ends at {self.longest:,} tokens")
+        return asked
 
 
-def run(args: Arguments) -> None:
+def run(fitting: Fitting, geometry: Geometry, stored: Stored) -> None:
     """Print all figures, as tables or as one JSON object.
 
     Raises: InvalidRequest for a bad number; CheckpointError for a config that cannot be read or is not understood
     """
-    if args.bandwidth is not None and args.memory is None:
+    if fitting.bandwidth is not None and fitting.memory is None:
         raise InvalidRequest("--bandwidth needs --memory; give both, as of one GPU")
-    model = _model(args)
-    found = _figures(model)
-    if args.as_json:
+    with naming_options():
+        model = _model(fitting, geometry, stored)
+        found = _figures(model)
+    if fitting.as_json:
         print(json.dumps(found))
     else:
         _print(found, model.footprint(1))
 
 
-def _model(args: Arguments) -> Model:
-    if large := [f"{name} is {value}" for name, value in (args.numbers | args.stored).items() if _is_large(value)]:
-        raise InvalidRequest(f"{large[0]}; give at most {MOST:,}")
-    size = _weights(args.weights)
-    needed = {"--layers": "num_layers", "--kv-heads": "num_kv_heads", "--head-dim": "head_dim"}
-    if not args.numbers:
-        path = BUNDLED if args.model is None else hub.find(args.model)
-        return Model(args, size, _config(path, size), args.model or "the bundled checkpoint")
-    if args.model is not None:
+def _model(fitting: Fitting, geometry: Geometry, stored: Stored) -> Model:
+    size, numbers = _weights(fitting.weights), geometry.of_spec()
+    if not numbers:
+        path = BUNDLED if fitting.model is None else hub.find(fitting.model)
+        name = fitting.model or "the bundled checkpoint"
+        return Model(fitting, numbers, stored, size, _config(path, size), name)
+    if fitting.model is not None:
         raise InvalidRequest("--model and numbers such as --layers both give a geometry; give one of them")
-    if missing := [option for option, name in needed.items() if name not in args.numbers]:
+    needed = {"--layers": "num_layers", "--kv-heads": "num_kv_heads", "--head-dim": "head_dim"}
+    if missing := [option for option, name in needed.items() if name not in numbers]:
         raise InvalidRequest(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; {_NUMBERS}")
     if isinstance(size, str):
-        raise InvalidRequest(f"--weights {size} needs a config; beside numbers give their bytes, such as 140GB")
-    return Model(args, size, None, "numbers")
+        raise InvalidRequest(f"--weights {size} needs a config; with numbers give their bytes, such as 140GB")
+    return Model(fitting, numbers, stored, size, None, "numbers")
 
 
 def _weights(text: str | None) -> str | int | None:
@@ -133,10 +121,6 @@ def _weights(text: str | None) -> str | int | None:
         raise InvalidRequest(
             f"--weights is {text!r}; give {', '.join(WEIGHT_BITS)}, or the bytes of all weights, such as 140GB"
         ) from None
-
-
-def _is_large(value: object) -> bool:
-    return isinstance(value, int) and value > MOST
 
 
 def _config(path: Path, weights: str | int | None) -> ModelConfig:
@@ -162,10 +146,11 @@ def _config(path: Path, weights: str | int | None) -> ModelConfig:
 
 def _figures(model: Model) -> dict[str, Any]:
     """Return all figures; the keys are those of the JSON object."""
-    args, memory, context, whole = model.args, model.args.memory, model.context, model.footprint(1)
+    context, whole, given = model.context, model.footprint(1), model.fitting
+    memory = None if given.memory is None else amount("--memory", given.memory)
     heads = whole.specs[0].num_kv_heads
-    counts = counts_of_gpus(args.gpus, heads, None if model.config is None else model.config.num_heads)
-    sizes = sorted({*BLOCK_SIZES, whole.block_size})
+    counts = counts_of_gpus(given.gpus, heads, None if model.config is None else model.config.num_heads)
+    blocks = [model.footprint(1, size) for size in sorted({*BLOCK_SIZES, whole.block_size})]
     return {
         "model": model.name,
         "num_layers": sum(spec.num_layers for spec in whole.specs),
@@ -177,27 +162,31 @@ def _figures(model: Model) -> dict[str, Any]:
         "bytes_per_token": whole.bytes_per_token,
         "frame_bytes": whole.frame_bytes,
         "weight_bytes": whole.weight_bytes if model.knows_weights else None,
-        "memory_bytes": None if memory is None else parse_bytes(memory),
+        "memory_bytes": memory,
         "context": context,
         "context_frames": whole.frames(context),
         "context_bytes": whole.frames(context) * whole.frame_bytes,
-        "gpus": [
-            _row(model.footprint(gpus), model, parse_bytes(memory), context) for gpus in counts if memory is not None
+        "gpus": [_row(model.footprint(gpus), model, memory, context) for gpus in counts if memory is not None],
+        "block_sizes": [
+            {
+                "block_size": each.block_size,
+                "frame_bytes": each.frame_bytes,
+                "frames": each.frames(context),
+                "waste": round(each.waste(context), 6),
+            }
+            for each in blocks
         ],
-        "block_sizes": [_block_row(model.footprint(1, size), context) for size in sizes],
     }
 
 
 def _row(footprint: Footprint, model: Model, memory: int, context: int) -> dict[str, Any]:
     """Return the figures of a number of GPUs. Bytes and frames are those of one GPU; every GPU has as many frames."""
-    args, num_frames = model.args, footprint.num_frames(memory)
+    num_frames, bandwidth = footprint.num_frames(memory), model.fitting.bandwidth
     limits = footprint.longest_context(num_frames), model.longest
     sequences = footprint.sequences(num_frames, context)
     speeds: list[float | None] = [None, None]
-    if args.bandwidth is not None:
-        bandwidth = _bandwidth(args.bandwidth)
-        batches = (1, sequences)
-        speeds = [round(footprint.tokens_per_s(bandwidth, context, n), 3) if sequences else None for n in batches]
+    if bandwidth is not None and (speed := _bandwidth(bandwidth)) and sequences:
+        speeds = [round(footprint.tokens_per_s(speed, context, n), 3) for n in (1, sequences)]
     return {
         "gpus": footprint.gpus,
         "weight_bytes": footprint.weight_bytes if model.knows_weights else None,
@@ -212,19 +201,10 @@ def _row(footprint: Footprint, model: Model, memory: int, context: int) -> dict[
 
 
 def _bandwidth(text: str) -> int:
-    bandwidth = parse_bytes(text.strip().removesuffix("/s"))
+    bandwidth = amount("--bandwidth", text.strip().removesuffix("/s"))
     if bandwidth < 1:
         raise InvalidRequest(f"--bandwidth is {text!r}; give the bytes of a second, such as 3.35TB/s")
     return bandwidth
-
-
-def _block_row(footprint: Footprint, context: int) -> dict[str, Any]:
-    return {
-        "block_size": footprint.block_size,
-        "frame_bytes": footprint.frame_bytes,
-        "frames": footprint.frames(context),
-        "waste": round(footprint.waste(context), 6),
-    }
 
 
 def size(num_bytes: float) -> str:
@@ -285,27 +265,15 @@ def _facts(found: dict[str, Any], whole: Footprint) -> dict[str, str]:
 
 def _table_of_gpus(found: dict[str, Any]) -> Table:
     table = Table(caption=CAPTION, caption_justify="left")
-    context = f"{found['context']:,}"
-    heads = [
-        "GPUs",
-        "weights",
-        "frames",
-        "longest context",
-        f"sequences of {context}",
-        "tokens/s of one",
-        "tokens/s of all",
-    ]
+    sequences = f"sequences of {found['context']:,}"
+    heads = "GPUs", "weights", "frames", "longest context", sequences, "tokens/s of one", "tokens/s of all"
     for name in heads:
         table.add_column(name, justify="right")
     for row in found["gpus"]:
+        weights = "-" if row["weight_bytes"] is None else size(row["weight_bytes"])
         longest = "no limit" if row["longest_context"] is None else f"{row['longest_context']:,}"
         speeds = (row["tokens_per_s_of_one"], row["tokens_per_s_of_all"])
-        table.add_row(
-            f"{row['gpus']:,}",
-            "-" if row["weight_bytes"] is None else size(row["weight_bytes"]),
-            f"{row['num_frames']:,}",
-            longest,
-            f"{row['sequences']:,}",
-            *("-" if speed is None else f"{speed:,.1f}" for speed in speeds),
-        )
+        told = ("-" if speed is None else f"{speed:,.1f}" for speed in speeds)
+        counts = weights, f"{row['num_frames']:,}", longest, f"{row['sequences']:,}"
+        table.add_row(f"{row['gpus']:,}", *counts, *told)
     return table

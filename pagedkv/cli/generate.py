@@ -9,25 +9,23 @@ A prompt of a .jsonl that cannot be used, or whose request ends with an error, i
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
 from pagedkv.cli.inputs.shaping import Biases, with_ids
+from pagedkv.cli.options import Loading, Output, naming_options
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
@@ -36,27 +34,32 @@ from pagedkv.sampling.params import GRAMMARS, SamplingParams
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load.
-
-    biases: logit_bias, some of it by the texts of tokens.
-    """
+class Job:
+    """One run. biases: logit_bias, some of it by the texts of tokens. screen: stderr, where reports go."""
 
     source: Source
     templating: Templating
-    model: Path | None
-    sampling: dict[str, Any]
+    params: SamplingParams
     biases: Biases
-    loading: dict[str, Any]
-    limits: dict[str, Any]
-    num_samples: int
-    tenant: str
-    as_json: bool
+    output: Output
+    loading: Loading
+    screen: Console
 
     @property
-    def tenant_name(self) -> bytes:
+    def tenant(self) -> bytes:
         """The tenant as the engine names it."""
-        return self.tenant.encode("utf-8", "surrogateescape")
+        return self.output.tenant.encode("utf-8", "surrogateescape")
+
+    def biased(self, engine: Engine, params: SamplingParams) -> SamplingParams:
+        """Return parameters with the biases of the command line."""
+        bias = with_ids(self.biases, engine.tokenizer)
+        return replace(params, logit_bias=bias) if bias else params
+
+    def token_ids(self, messages: list[dict[str, Any]], engine: Engine) -> list[int]:
+        """Encode messages, after the system message of the command line, by the checkpoint's chat template."""
+        templating, tokenizer = self.templating, engine.tokenizer
+        text = tokenizer.render_chat(templating.with_system(messages), **templating.variables)
+        return tokenizer.encode(text, special_tokens=False)
 
 
 @dataclass
@@ -72,98 +75,84 @@ class Entry:
     def guarded(self, *, many: bool) -> Iterator[None]:
         """Keep a refusal, with the name of the line, as the error if there are many prompts; else raise it."""
         try:
-            yield
+            with nullcontext() if many else naming_options():
+                yield
         except (InvalidRequest, CheckpointError) as error:
             if not many:
                 raise
             self.error = f"{self.prompt.where}: {error}"
 
 
-def run(args: Arguments, screen: Console) -> int:
+def run(job: Job) -> int:
     """Generate and print all outputs of a run; the report goes to `screen`.
 
     Returns: 1 if some lines of a .jsonl failed, 0 if none did.
     Raises: PagedKVError; for bad input, before anything is printed. Of a .jsonl, only if no line can be used
     """
-    printer = None if args.source.many or args.as_json else SamplePrinter(args.num_samples)
-    tasks, engine = _submitted(args, screen, printer)
+    screen, num_samples, as_json = job.screen, job.output.num_samples, job.output.as_json
+    printer = None if job.source.many or as_json else SamplePrinter(num_samples)
+    tasks, engine = _submitted(job, printer)
     with engine:
-        return _run(args, screen, tasks, engine, printer)
-
-
-def _run(args: Arguments, screen: Console, tasks: list[Entry], engine: Engine, printer: SamplePrinter | None) -> int:
-    """Step until all requests have ended, and print their outputs. Returns: the status"""
-    if args.source.demo and not args.as_json:
-        screen.print(Text(args.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
-        screen.print()
-    if printer:
-        printer.begin()
-    waiting = sum(bool(task.request) for task in tasks) * args.num_samples
-    shown = args.source.many and screen.is_terminal
-    bar = ProgressBar(screen, waiting, shown=shown)
-    with bar:
-        for task in tasks:
-            while task.request and not task.request.finished:
-                bar.advance(engine.step())
-            _show(task, engine, bar, args)
-    done = [task.request for task in tasks if task.request and not task.error]
-    if done and not args.as_json:
+        if job.source.demo and not as_json:
+            screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
+            screen.print()
         if printer:
-            screen.print()  # a block of text ends with a blank line anyway
-        screen.print(report.table(done, engine))
+            printer.begin()
+        total = sum(bool(task.request) for task in tasks) * num_samples
+        with progress_bar(screen, total, shown=job.source.many and screen.is_terminal) as bar:
+            for task in tasks:
+                while task.request and not task.request.finished:
+                    advance(bar, engine.step())
+                _show(task, engine, bar, job)
+        done = [task.request for task in tasks if task.request and not task.error]
+        if done and not as_json:
+            if printer:
+                screen.print()  # a block of text ends with a blank line anyway
+            screen.print(report.table(done, engine))
     return int(any(task.error for task in tasks))
 
 
-def _show(task: Entry, engine: Engine, bar: ProgressBar, args: Arguments) -> None:
+def _show(task: Entry, engine: Engine, bar: Progress, job: Job) -> None:
     """Print the result of one prompt; an error of many goes to stderr too.
 
     Raises: InvalidRequest if the only request ended with an error: its checkpoint may hold weights that are no numbers
     """
     errors = [completion.error for completion in task.request.completions if completion.error] if task.request else []
-    with task.guarded(many=args.source.many):
-        if errors and not args.source.many:
-            raise InvalidRequest(f"{task.prompt.where}: {errors[0]}")
+    with task.guarded(many=job.source.many):
         if errors:
-            raise InvalidRequest(errors[0])
-    if args.as_json and task.request:
-        bar.print(report.as_json(task.request, engine, task.prompt))
-    elif args.as_json:
-        bar.print(report.error_as_json(task.prompt, task.error))
-    elif args.source.many and task.request and not task.error:
-        bar.print(_block(task.request, task.prompt))
+            raise InvalidRequest(errors[0] if job.source.many else f"{task.prompt.where}: {errors[0]}")
+    if job.output.as_json and task.request:
+        print_under(bar, report.as_json(task.request, engine, task.prompt))
+    elif job.output.as_json:
+        print_under(bar, report.error_as_json(task.prompt, task.error))
+    elif job.source.many and task.request and not task.error:
+        print_under(bar, _block(task.request, task.prompt))
     if task.error:
-        bar.print(task.error, complain)
+        print_under(bar, task.error, complain)
 
 
-def _submitted(args: Arguments, screen: Console, printer: SamplePrinter | None) -> tuple[list[Entry], Engine]:
+def _submitted(job: Job, printer: SamplePrinter | None) -> tuple[list[Entry], Engine]:
     """Load an engine and submit all prompts to it.
 
-    Raises: PagedKVError for a mistake in the options, in the only prompt, or in all of many prompts
+    Raises: PagedKVError for a mistake in the only prompt, or in all of many prompts
     """
-    tasks, many = [Entry(prompt, error=prompt.error) for prompt in args.source.prompts], args.source.many
-    if args.sampling["logprobs"] is not None and not args.as_json:
-        raise InvalidRequest("--logprobs are keys of the JSON; give --json too")
-    SamplingParams(**args.sampling)  # the options of the command line are not the fault of a line
+    tasks, many = [Entry(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
     for task in tasks:
         if not task.error:
             with task.guarded(many=many):
-                task.params = _params(task.prompt, args.sampling)
+                task.params = params_of(task.prompt, job.params)
     _require_one(tasks)
-    engine = load(args, screen)
-    bias = with_ids(args.biases, engine.tokenizer)
+    engine = load(job.loading, job.screen)
+    biased = job.biased(engine, SamplingParams()).logit_bias
     for task in tasks:
         if task.params is not None:
             with task.guarded(many=many):
-                if bias and "logit_bias" not in task.prompt.options:
-                    task.params = replace(task.params, logit_bias=bias)
-                messages = args.templating.messages(task.prompt)
-                ids = (
-                    token_ids(messages, args.templating, engine.tokenizer)
-                    if messages
-                    else engine.tokenizer.encode(task.prompt.text)
-                )
+                if biased and "logit_bias" not in task.prompt.options:
+                    task.params = replace(task.params, logit_bias=biased)
+                messages = job.templating.messages(task.prompt)
+                ids = job.token_ids(messages, engine) if messages else engine.tokenizer.encode(task.prompt.text)
                 task.request = engine.submit(
-                    ids, task.params, num_samples=args.num_samples, on_text=printer, tenant=args.tenant_name
+                    ids, task.params, num_samples=job.output.num_samples, on_text=printer, tenant=job.tenant
                 )
     _require_one(tasks)
     return tasks, engine
@@ -175,48 +164,37 @@ def _require_one(tasks: list[Entry]) -> None:
         raise InvalidRequest(tasks[0].error)
 
 
-def load(args: Arguments, screen: Console) -> Engine:
-    """Load the engine of a run, under a spinner if `screen` is a terminal."""
-    with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-        loading = {**args.loading, "device": device(args.loading["device"])}
-        return Engine.load(args.model, limits=Limits(**args.limits), **loading)
+def load(loading: Loading, screen: Console, **more: Any) -> Engine:
+    """Load an engine, under a spinner if `screen` is a terminal. more: limits, as a dict, and options of Engine.load"""
+    if loading.device != "cpu":
+        _, _, number = loading.device.partition(":")
+        if int(number or 0) >= (count := torch.cuda.device_count()):
+            raise InvalidRequest(f"--device is {loading.device!r}; torch finds {count} GPUs here; give cpu or cuda:N")
+    limits = {"max_sequences": loading.max_sequences, "prefill_chunk": loading.prefill_chunk, **more.pop("limits", {})}
+    with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext(), naming_options():
+        return Engine.load(loading.folder(), limits=Limits(**limits), **loading.of_engine(), **more)
 
 
-def token_ids(messages: list[dict[str, Any]], templating: Templating, tokenizer: Tokenizer) -> list[int]:
-    """Encode messages, after the system message of the command line, by the checkpoint's chat template."""
-    text = tokenizer.render_chat(templating.with_system(messages), **templating.variables)
-    return tokenizer.encode(text, special_tokens=False)
-
-
-def device(name: str) -> str:
-    """Return the name of a device. Raises: InvalidRequest for one that torch does not know or this machine lacks"""
-    found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", name)
-    count = torch.cuda.device_count() if name != "cpu" else 0
-    if not found or (name != "cpu" and int(found[1] or 0) >= count):
-        raise InvalidRequest(f"--device is {name!r}; give cpu, or cuda:N of the {count} GPUs that torch finds here")
-    return name
-
-
-def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
-    """Combine the options of the command line with those of the prompt's own line, which take precedence.
+def params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    """Return the options of the command line with those of the prompt's own line, which take precedence.
 
     Raises: InvalidRequest for an unknown or bad option
     """
+    if not prompt.options:
+        return params
     allowed = sorted({field.name for field in fields(SamplingParams)} - {"logits_processor"})
-    unknown = sorted(set(prompt.options) - set(allowed))
-    if unknown:
+    if unknown := sorted(set(prompt.options) - set(allowed)):
         close = get_close_matches(unknown[0], allowed, 1)
         guess = f" (did you mean {close[0]}?)" if close else ""
         raise InvalidRequest(
-            f'it has {", ".join(unknown)}{guess}; beside "prompt" or "messages" and "id" it may have '
+            f'it has {", ".join(unknown)}{guess}; besides "prompt" or "messages" and "id" it may have '
             f"{', '.join(allowed)}"
         )
     for name in ("stop", "stop_ids"):
         if not isinstance(prompt.options.get(name, ""), (str, list)):
             raise InvalidRequest(f"{name} is {prompt.options[name]!r}; it must be a list")
-    if any(prompt.options.get(name) is not None for name in GRAMMARS):
-        sampling = {name: value for name, value in sampling.items() if name not in GRAMMARS}
-    return SamplingParams(**{**sampling, **prompt.options})
+    other = dict.fromkeys(GRAMMARS) if any(prompt.options.get(name) is not None for name in GRAMMARS) else {}
+    return replace(params, **{**other, **prompt.options})
 
 
 class SamplePrinter:
@@ -253,50 +231,34 @@ class SamplePrinter:
 
 def _block(request: Request, prompt: Prompt) -> str:
     """Return the samples of one of many prompts as text, each under a heading and followed by a blank line."""
-    several = len(request.completions) > 1
-    headings = [
-        f"{prompt.where}, sample {c.index + 1} of {len(request.completions)}" if several else prompt.where
-        for c in request.completions
-    ]
+    count = len(request.completions)
+    of_sample = [f", sample {c.index + 1} of {count}" if count > 1 else "" for c in request.completions]
     return "\n".join(
-        f"==> {heading} <==\n{c.text.removesuffix(chr(10))}\n"
-        for heading, c in zip(headings, request.completions, strict=True)
+        f"==> {prompt.where}{which} <==\n{c.text.removesuffix(chr(10))}\n"
+        for which, c in zip(of_sample, request.completions, strict=True)
     )
 
 
-class ProgressBar:
-    """A progress bar on stderr, if shown, and a printer of results to stdout that keeps the two apart."""
+def progress_bar(screen: Console, total: int, *, shown: bool) -> Progress:
+    """Return a bar of completions and their tokens."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+    # redirect_stdout would send printed results to stderr, even if stdout is a file.
+    bar = Progress(
+        *columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False, disable=not shown
+    )
+    bar.add_task("", total=total, tokens=0)
+    return bar
 
-    def __init__(self, screen: Console, total: int, *, shown: bool) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
-        # redirect_stdout would send printed results to stderr, even if stdout is a file.
-        self._progress = (
-            Progress(*columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False)
-            if shown
-            else None
-        )
-        self._task = self._progress.add_task("", total=total, tokens=0) if self._progress else TaskID(0)
-        self._tokens = 0
 
-    def __enter__(self) -> ProgressBar:
-        if self._progress:
-            self._progress.start()
-        return self
+def advance(bar: Progress, finished: list[Completion]) -> None:
+    """Count the completions that finished."""
+    (task,) = bar.tasks
+    tokens = task.fields["tokens"] + sum(len(completion.token_ids) for completion in finished)
+    bar.update(task.id, advance=len(finished), tokens=tokens)
 
-    def __exit__(self, *_: object) -> None:
-        if self._progress:
-            self._progress.stop()
 
-    def advance(self, finished: list[Completion]) -> None:
-        """Count the completions that finished."""
-        self._tokens += sum(len(completion.token_ids) for completion in finished)
-        if self._progress:
-            self._progress.update(self._task, advance=len(finished), tokens=self._tokens)
-
-    def print(self, text: str, show: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
-        """Print a result to stdout, or by `show`; meanwhile the bar is off the terminal."""
-        if self._progress:
-            self._progress.stop()
-        show(text)
-        if self._progress:
-            self._progress.start()
+def print_under(bar: Progress, text: str, show: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
+    """Print a result to stdout, or by `show`; meanwhile the bar is off the terminal."""
+    bar.stop()
+    show(text)
+    bar.start()

@@ -1,268 +1,359 @@
-"""The options and arguments of all commands, as annotated types: metavar and help text. Defaults stand in `app.py`.
+"""The options of all commands but `bench`: a dataclass for each subject, a field for each option. No torch.
 
-A bare name serves `generate`; the others begin with their command's subject: Serve, Fit, Replay. No
-imports beyond typer, because --help must be quick.
+    Stored ◀── Loading      how keys and values are stored; what is loaded, and the pool      generate, serve (and fit)
+    Prompting, Sampling, Output                                                               generate
+    Serving                                                                                   serve
+    Geometry, Fitting                                                                         fit
+    Replaying                                                                                 replay
+
+`command` makes of the dataclasses that a function takes the signature that typer reads. Values are checked here, and
+in `SamplingParams`, before a command imports torch. Errors name options: `naming_options` turns the names of Python in
+what the engine raises into those of the command line.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-_MEMORY: Final = "The KV cache"
-_CHAT: Final = "The checkpoint's chat template"
-_SAMPLING: Final = "Sampling"
-_GEOMETRY: Final = "Numbers, without a model"
-_CLIENTS: Final = "Clients"
+from pagedkv.checkpoint import hub
+from pagedkv.checkpoint.config import ModelConfig
+from pagedkv.cli.inputs import shaping
+from pagedkv.errors import InvalidRequest
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.spec import parse_bytes
 
-Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
+MOST: Final = 2**31 - 1
+"""The largest number of a geometry, as in a config.json."""
 
-# generate: the prompt and the output
 
-Dash = Annotated[str | None, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as is done for a pipe.")]
-PromptText = Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")]
-PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help='A text, or with the ending .jsonl many prompts: {"prompt": "..."} on each line.'
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="A Hugging Face folder, or owner/name in its cache; without, the bundled one."),
-]
-Weights = Annotated[
-    str | None, typer.Option(metavar="NAME", help="int8 or int4: quantise the linear layers while loading.")
-]
-MaxTokens = Annotated[int, typer.Option(metavar="N", help="Of output, at most.")]
-MinTokens = Annotated[int, typer.Option(metavar="N", help="Of output, before it may end.")]
-NumSamples = Annotated[int, typer.Option(metavar="N", help="Outputs for each prompt; they share its frames.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N.")]
-JsonObject = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object (a line for each prompt of a .jsonl), no more.")
-]
+def option(metavar: str, words: str, *names: str, panel: str | None = None, **limits: Any) -> Any:
+    """Return an option. words: its help. names: those on the command line, if not that of the field."""
+    return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, **limits)
 
-# generate: the chat template
 
-Chat = Annotated[
-    bool,
-    typer.Option("--chat", help="The prompt is a user's message; without one, talk.", rich_help_panel=_CHAT),
-]
-System = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="A system message before the others.", rich_help_panel=_CHAT)
-]
-TemplateVar = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE", help="For the template: JSON or a text; may be given again.", rich_help_panel=_CHAT
-    ),
-]
+_kv = partial(option, panel="The KV cache")
+_chat = partial(option, panel="The checkpoint's chat template")
+_sampling = partial(option, panel="Sampling")
+_client = partial(option, panel="Clients")
+_number = partial(option, panel="Numbers, without a model", min=1, max=MOST)
 
-# generate: sampling
+Number = int | None
+Text = str | None
+Texts = list[str] | None
 
-Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING)]
-TopK = Annotated[int, typer.Option(metavar="N", help="From the N likeliest; 0 is off.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[
-    float, typer.Option(metavar="P", help="From the likeliest that hold P; 1 is off.", rich_help_panel=_SAMPLING)
-]
-MinP = Annotated[
-    float, typer.Option(metavar="P", help="None below P times the likeliest; 0 is off.", rich_help_panel=_SAMPLING)
-]
-RepetitionPenalty = Annotated[float, typer.Option(metavar="R", help="1 is off.", rich_help_panel=_SAMPLING)]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="The same seed, the same text.", rich_help_panel=_SAMPLING)]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="Where to end; may be given several times.", rich_help_panel=_SAMPLING),
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on behind the model's end token.", rich_help_panel=_SAMPLING)
-]
-JsonSchema = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="The text follows it; a file, or the JSON itself.", rich_help_panel=_SAMPLING),
-]
-Regex = Annotated[str | None, typer.Option(metavar="TEXT", help="The text matches it.", rich_help_panel=_SAMPLING)]
-Choice = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="The text is one of these; give it several times.", rich_help_panel=_SAMPLING),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TOKEN=BIAS",
-        help="Added to a token's logit, -100 to 100; may be given again.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-Logprobs = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="With --json: of each token, and of N alternatives.", rich_help_panel=_SAMPLING),
-]
 
-# generate: the pool
+@dataclass(frozen=True)
+class Stored:
+    """How keys and values are stored."""
 
-BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_MEMORY)]
-NumFrames = Annotated[int | None, typer.Option(metavar="N", help="Frames in the pool.", rich_help_panel=_MEMORY)]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)]
-Tiers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tier",
-        metavar="TIER",
-        help="Under the pool: host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.",
-        rich_help_panel=_MEMORY,
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option(metavar="F", help="For each time a token is in the output; 0 is off.", rich_help_panel=_SAMPLING),
-]
-PresencePenalty = Annotated[
-    float, typer.Option(metavar="P", help="Once, if a token is in the output; 0 is off.", rich_help_panel=_SAMPLING)
-]
-NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
-Speculate = Annotated[
-    str | None,
-    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, draft, or a smaller model as --model."),
-]
-SeenWindow = Annotated[
-    int | None,
-    typer.Option("--window", metavar="N", help="Each token sees the last N: constant memory.", rich_help_panel=_MEMORY),
-]
-Sinks = Annotated[
-    int, typer.Option(metavar="N", help="With --window: and the first N, such as 4.", rich_help_panel=_MEMORY)
-]
-Kernels = Annotated[str, typer.Option(metavar="NAME", help="One that `pagedkv doctor` lists.", rich_help_panel=_MEMORY)]
-Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_MEMORY)]
-KvDtype = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4.", rich_help_panel=_MEMORY),
-]
-MaxSequences = Annotated[int, typer.Option(metavar="N", help="Running at once.", rich_help_panel=_MEMORY)]
-PrefillChunk = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Tokens of one prompt in a step, so that others go on.", rich_help_panel=_MEMORY),
-]
-Tenant = Annotated[str, typer.Option(metavar="NAME", help="Only its prefixes are found.", rich_help_panel=_MEMORY)]
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _kv("NAME", "float32, bfloat16, float16.")] = (
+        None
+    )
+    kv_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] | None,
+        _kv("NAME", "Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4."),
+    ] = None
+    block_size: Annotated[int, _kv("N", "Tokens in a frame.", min=1)] = 16
+    prefill_chunk: Annotated[Number, _kv("N", "Tokens of one prompt in a step, so that others go on.", min=1)] = None
 
-# serve
+    def __post_init__(self) -> None:
+        if self.block_size > MOST:
+            raise InvalidRequest(f"--block-size is {self.block_size}; give at most {MOST:,}")
 
-ServeHost = Annotated[
-    str, typer.Option(metavar="NAME", help="0.0.0.0 for all addresses of this machine.", rich_help_panel=_CLIENTS)
-]
-ServePort = Annotated[
-    int, typer.Option(metavar="N", min=0, max=65535, help="0 for any that is free.", rich_help_panel=_CLIENTS)
-]
-ServeName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Of the model, for clients.", rich_help_panel=_CLIENTS)
-]
-ServeKey = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", help="Ask for it; or in PAGEDKV_API_KEY, unseen by `ps`.", rich_help_panel=_CLIENTS),
-]
-ServeKeys = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="`key tenant` in each line, instead of a key.", rich_help_panel=_CLIENTS),
-]
-ServeShare = Annotated[
-    float,
-    typer.Option(
-        metavar="F",
-        min=0.001,
-        max=1,
-        help="The most of all running and waiting requests that one of several tenants may have.",
-        rich_help_panel=_CLIENTS,
-    ),
-]
-ServePriorities = Annotated[
-    bool,
-    typer.Option(
-        "--shared-priorities", help="A priority counts among the requests of all tenants.", rich_help_panel=_CLIENTS
-    ),
-]
-ServeHosts = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="A name that clients ask for; may be given again.", rich_help_panel=_CLIENTS),
-]
-ServeConnections = Annotated[
-    int, typer.Option(metavar="N", min=1, max=2**20, help="At once; more are refused.", rich_help_panel=_CLIENTS)
-]
-ServeStep = Annotated[
-    float, typer.Option(metavar="N", min=0.1, help="Seconds of a step that /health bears.", rich_help_panel=_CLIENTS)
-]
-ServeEvents = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Publish KV events, such as tcp://*:5557.", rich_help_panel=_CLIENTS),
-]
-ServeReplay = Annotated[
-    str | None, typer.Option(metavar="ADDRESS", help="Where readers ask for them again.", rich_help_panel=_CLIENTS)
-]
-ServeTopic = Annotated[
-    str, typer.Option(metavar="TEXT", help="Theirs; llm-d reads kv@POD@MODEL.", rich_help_panel=_CLIENTS)
-]
-ServeWaiting = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Requests that wait; more are refused.", rich_help_panel=_CLIENTS)
-]
-ServePrompt = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Tokens of a prompt, at most; else all that fit.", rich_help_panel=_CLIENTS),
-]
-ServeBody = Annotated[str, typer.Option(metavar="SIZE", help="Of a request, at most.", rich_help_panel=_CLIENTS)]
-ServeDrain = Annotated[
-    int,
-    typer.Option(metavar="N", min=0, help="Seconds for running requests after SIGTERM.", rich_help_panel=_CLIENTS),
-]
 
-# fit
+@dataclass(frozen=True)
+class Loading(Stored):
+    """What is loaded, and the pool."""
 
-FitModel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR", help="A Hugging Face folder, its config.json, or owner/name in the cache; without, the bundled."
-    ),
-]
-FitLayers = Annotated[int | None, typer.Option(metavar="N", help="Layers.", rich_help_panel=_GEOMETRY)]
-FitKvHeads = Annotated[int | None, typer.Option(metavar="N", help="KV heads.", rich_help_panel=_GEOMETRY)]
-FitHeadDim = Annotated[int | None, typer.Option(metavar="N", help="Of a key.", rich_help_panel=_GEOMETRY)]
-FitHeadDimV = Annotated[
-    int | None, typer.Option(metavar="N", help="Of a value, if not that of a key.", rich_help_panel=_GEOMETRY)
-]
-FitValueInKey = Annotated[
-    bool, typer.Option("--value-in-key", help="Store keys alone, as the latents of MLA.", rich_help_panel=_GEOMETRY)
-]
-FitWindow = Annotated[int | None, typer.Option(metavar="N", help="Of all layers.", rich_help_panel=_GEOMETRY)]
-FitDtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.")]
-FitWeights = Annotated[
-    str | None, typer.Option(metavar="NAME", help="int8 or int4; or the bytes of all weights, such as 140GB.")
-]
-FitContext = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help="Tokens of each sequence.")]
-FitMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, for weights and KV; such as 72GB.")]
-FitBandwidth = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, such as 3.35TB/s.")]
-FitChunk = Annotated[
-    int | None, typer.Option("--prefill-chunk", metavar="N", min=1, help="Tokens of one prompt in a step.")
-]
-FitGpus = Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="1 to N that share the heads equally.")]
-FitJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no more.")]
+    model: Annotated[Text, option("DIR", "A Hugging Face folder, or owner/name in its cache; or the bundled.")] = None
+    weights: Annotated[
+        Literal["int8", "int4"] | None, option("NAME", "int8 or int4: quantise the linear layers while loading.")
+    ] = None
+    device: Annotated[str, option("NAME", "cpu, cuda or cuda:N.")] = "cpu"
+    speculate: Annotated[Text, option("HOW", "Guess tokens: prompt-lookup, draft, or a smaller model as --model.")] = (
+        None
+    )
+    num_frames: Annotated[Number, _kv("N", "Frames in the pool.", min=1)] = None
+    memory: Annotated[Text, _kv("SIZE", "Or its size, such as 2GiB.")] = None
+    tier: Annotated[
+        Texts, _kv("TIER", "Under the pool: host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.")
+    ] = None
+    kernels: Annotated[str, _kv("NAME", "One that `pagedkv doctor` lists.")] = "auto"
+    window: Annotated[Number, _kv("N", "Each token sees the last N: constant memory.", min=1)] = None
+    sinks: Annotated[int, _kv("N", "With --window: and the first N, such as 4.", min=0)] = 0
+    max_sequences: Annotated[int, _kv("N", "Running at once.", min=1)] = 256
 
-# replay
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_frames is not None and self.memory is not None:
+            raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
+        if self.memory is not None:
+            amount("--memory", self.memory)
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise InvalidRequest(f"--device is {self.device!r}; give cpu, cuda or cuda:N")
+        if self.sinks and self.window is None:
+            raise InvalidRequest(f"--sinks is {self.sinks} without --window; give --window, too, such as 1024")
 
-ReplayTrace = Annotated[
-    Path,
-    typer.Argument(metavar="TRACE", help='On each line a request: {"hash_ids": [0, 1]}, 512 prompt tokens an id.'),
-]
-ReplayFrames = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="Frames of 512 tokens; again for more pools.")
-]
-ReplayMemory = Annotated[
-    list[str] | None, typer.Option(metavar="SIZE", help="Instead: pools of that size, such as 40GiB.")
-]
-ReplayTier = Annotated[
-    str | None, typer.Option(metavar="N", help="Frames of a tier below each pool, or 8x for eight times the pool.")
-]
-ReplayBytesPerToken = Annotated[int, typer.Option(metavar="N", help="For --memory; as is, Llama 3.1 8B in bfloat16.")]
-ReplayPolicy = Annotated[list[str] | None, typer.Option(metavar="NAME", help="lru, 2q, lfu, cost, belady, all.")]
-ReplayPlot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw hit rate against pool size.")]
+    def check(self) -> None:
+        """Read the config of the model and of a draft. Raises: CheckpointError, before torch is imported"""
+        for folder in (self.folder(), self.of_engine()["speculate"]):
+            if isinstance(folder, Path):
+                ModelConfig.load(folder)
 
-JsonList = Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")]
+    def folder(self) -> Path | None:
+        """Return the folder of the model; None for the bundled one. Raises: CheckpointError"""
+        return None if self.model is None else hub.find(self.model)
+
+    def of_engine(self) -> dict[str, Any]:
+        """Return the options of Engine.load, without limits. Raises: CheckpointError for a draft without a snapshot"""
+        names = "dtype kv_dtype block_size weights device speculate num_frames memory kernels window sinks".split()
+        found = {name: getattr(self, name) for name in names} | {"tiers": tuple(self.tier or ())}
+        if "/" in (self.speculate or ""):  # a draft model; the name of a drafter has none
+            found["speculate"] = hub.find(self.speculate or "")
+        return found
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """Where the prompt is, and how it goes through the chat template."""
+
+    dash: Annotated[Text, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as is done for a pipe.")] = (
+        None
+    )
+    prompt: Annotated[Text, option("TEXT", "The prompt.")] = None
+    prompt_file: Annotated[
+        Path | None, option("FILE", 'A text, or with the ending .jsonl many prompts: {"prompt": "..."} on each line.')
+    ] = None
+    chat: Annotated[bool, _chat("", "The prompt is a user's message; without one, talk.", "--chat")] = False
+    system: Annotated[Text, _chat("TEXT", "A system message before the others.")] = None
+    template_var: Annotated[Texts, _chat("NAME=VALUE", "For the template: JSON or a text; may be given again.")] = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, and where a text ends."""
+
+    max_tokens: Annotated[int, _sampling("N", "Of output, at most.")] = 128
+    min_tokens: Annotated[int, _sampling("N", "Of output, before it may end.")] = 0
+    temperature: Annotated[float, _sampling("T", "0 is greedy.")] = 0.0
+    top_k: Annotated[int, _sampling("N", "From the N likeliest; 0 is off.")] = 0
+    top_p: Annotated[float, _sampling("P", "From the likeliest that hold P; 1 is off.")] = 1.0
+    min_p: Annotated[float, _sampling("P", "None below P times the likeliest; 0 is off.")] = 0.0
+    repetition_penalty: Annotated[float, _sampling("R", "1 is off.")] = 1.0
+    frequency_penalty: Annotated[float, _sampling("F", "For each time a token is in the output; 0 is off.")] = 0.0
+    presence_penalty: Annotated[float, _sampling("P", "Once, if a token is in the output; 0 is off.")] = 0.0
+    num_beams: Annotated[int, _sampling("N", "Beam search: 1 is off.")] = 1
+    seed: Annotated[Number, _sampling("N", "The same seed, the same text.")] = None
+    stop: Annotated[Texts, _sampling("TEXT", "Where to end; may be given several times.")] = None
+    ignore_eos: Annotated[bool, _sampling("", "Go on behind the model's end token.", "--ignore-eos")] = False
+    json_schema: Annotated[Text, _sampling("FILE", "The text follows it; a file, or the JSON itself.")] = None
+    regex: Annotated[Text, _sampling("TEXT", "The text matches it.")] = None
+    choice: Annotated[Texts, _sampling("TEXT", "The text is one of these; give it several times.")] = None
+    logit_bias: Annotated[
+        Texts, _sampling("TOKEN=BIAS", "Added to a token's logit, -100 to 100; may be given again.")
+    ] = None
+    logprobs: Annotated[Number, _sampling("N", "With --json: of each token, and of N alternatives.")] = None
+
+    def params(self) -> SamplingParams:
+        """Return the parameters, without `logit_bias`: its texts need a tokenizer. Raises: InvalidRequest"""
+        shaped = {"json_schema", "regex", "choice", "logit_bias", "stop"}
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shaped}
+        grammar = shaping.grammar(self.json_schema, self.regex, self.choice)
+        with naming_options():
+            return SamplingParams(**plain, **grammar, stop=self.stop or ())
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is shown, and for whom."""
+
+    num_samples: Annotated[int, option("N", "Outputs for each prompt; they share its frames.", min=1)] = 1
+    tenant: Annotated[str, option("NAME", "Only its prefixes are found.")] = ""
+    as_json: Annotated[
+        bool, option("", "Print one JSON object (a line for each prompt of a .jsonl), no more.", "--json")
+    ] = False
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Who is served where, and the limits of a server."""
+
+    host: Annotated[str, _client("NAME", "0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
+    port: Annotated[int, _client("N", "0 for any that is free.", min=0, max=65535)] = 8000
+    name: Annotated[Text, _client("NAME", "Of the model, for clients.")] = None
+    api_key: Annotated[Text, _client("KEY", "Ask for it; or in PAGEDKV_API_KEY, unseen by `ps`.")] = None
+    api_keys: Annotated[Path | None, _client("FILE", "`key tenant` in each line, instead of a key.")] = None
+    key_share: Annotated[
+        float,
+        _client(
+            "F", "The most of all running and waiting requests that one of several tenants may have.", min=0.001, max=1
+        ),
+    ] = 0.5
+    shared_priorities: Annotated[
+        bool, _client("", "A priority counts among the requests of all tenants.", "--shared-priorities")
+    ] = False
+    allowed_host: Annotated[Texts, _client("NAME", "A name that clients ask for; may be given again.")] = None
+    max_waiting: Annotated[int, _client("N", "Requests that wait; more are refused.", min=1)] = 256
+    max_prompt: Annotated[Number, _client("N", "Tokens of a prompt, at most; else all that fit.", min=1)] = None
+    max_body: Annotated[str, _client("SIZE", "Of a request, at most.")] = "4MiB"
+    max_connections: Annotated[int, _client("N", "At once; more are refused.", min=1, max=2**20)] = 1024
+    drain: Annotated[int, _client("N", "Seconds for running requests after SIGTERM.", min=0)] = 60
+    step_timeout: Annotated[float, _client("N", "Seconds of one step until /health fails.", min=0.1)] = 300
+    kv_events: Annotated[Text, _client("ADDRESS", "Publish KV events, such as tcp://*:5557.")] = None
+    kv_events_replay: Annotated[Text, _client("ADDRESS", "Where readers ask for them again.")] = None
+    kv_events_topic: Annotated[str, _client("TEXT", "Theirs; llm-d reads kv@POD@MODEL.")] = ""
+
+    def __post_init__(self) -> None:
+        amount("--max-body", self.max_body)
+        if self.api_key == "":
+            raise InvalidRequest("--api-key is empty; give a key, or leave the option out to serve without one")
+        for name in self.allowed_host or ():
+            if "*" in name.removeprefix("*.") or not name:
+                raise InvalidRequest(f"--allowed-host is {name!r}; give a name, or *.example.com for all of a domain")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            raise InvalidRequest("--kv-events-replay and --kv-events-topic need --kv-events; give it an address, too")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers of a model without a config."""
+
+    layers: Annotated[Number, _number("N", "Layers.")] = None
+    kv_heads: Annotated[Number, _number("N", "KV heads.")] = None
+    head_dim: Annotated[Number, _number("N", "Of a key.")] = None
+    head_dim_v: Annotated[Number, _number("N", "Of a value, if not that of a key.")] = None
+    value_in_key: Annotated[
+        bool, option("", "Store keys alone, as the latents of MLA.", "--value-in-key", panel="Numbers, without a model")
+    ] = False
+    window: Annotated[Number, _number("N", "Of all layers.")] = None
+
+    def of_spec(self) -> dict[str, Any]:
+        """Return the fields of KVSpec that were given."""
+        of_option = {"layers": "num_layers", "kv_heads": "num_kv_heads"}
+        return {of_option.get(name, name): value for name, value in vars(self).items() if value not in (None, False)}
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What should fit into which memory."""
+
+    model: Annotated[
+        Text, option("DIR", "A Hugging Face folder, its config.json, or owner/name in the cache; without, the bundled.")
+    ] = None
+    weights: Annotated[Text, option("NAME", "int8 or int4; or the bytes of all weights, such as 140GB.")] = None
+    context: Annotated[Number, option("N", "Tokens of each sequence.", min=1, max=MOST)] = None
+    memory: Annotated[Text, option("SIZE", "Of one GPU, for weights and KV; such as 72GB.")] = None
+    bandwidth: Annotated[Text, option("SIZE", "Of one GPU, such as 3.35TB/s.")] = None
+    gpus: Annotated[int, option("N", "1 to N that share the heads equally.", min=1, max=1024)] = 1
+    as_json: Annotated[bool, option("", "Print one JSON object, no more.", "--json")] = False
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """A trace, and the pools and policies that it is replayed with."""
+
+    trace: Annotated[
+        Path,
+        typer.Argument(metavar="TRACE", help='On each line a request: {"hash_ids": [0, 1]}, 512 prompt tokens an id.'),
+    ]
+    num_frames: Annotated[
+        list[int] | None, option("N", "Frames of 512 tokens; again for more pools.", min=1, max=2**50)
+    ] = None
+    memory: Annotated[Texts, option("SIZE", "Instead: pools of that size, such as 40GiB.")] = None
+    bytes_per_token: Annotated[int, option("N", "For --memory; as is, Llama 3.1 8B in bfloat16.", min=1, max=MOST)] = (
+        131072
+    )
+    policy: Annotated[Texts, option("NAME", "lru, 2q, lfu, cost, belady, all.")] = None
+    tier: Annotated[Text, option("N", "Frames of a tier below each pool, or 8x for eight times the pool.")] = None
+    as_json: Annotated[bool, option("", "Print a list of objects, no more.", "--json")] = False
+    plot: Annotated[Path | None, option("FILE", "Draw hit rate against pool size.")] = None
+
+
+# --- commands ---
+
+
+class Command(TyperCommand):
+    """A command of which --help has no word for the value of a flag, which takes none."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, and --help."""
+        params = super().get_params(ctx)
+        for each in params:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return params
+
+
+def command(app: typer.Typer, example: str, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that adds a function of dataclasses of options to `app`, as a command with their fields."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        kinds: dict[str, Any] = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
+
+        def run(**given: Any) -> Any:
+            names = {name: [field.name for field in fields(kind)] for name, kind in kinds.items()}
+            return function(**{name: kinds[name](**{each: given[each] for each in names[name]}) for name in kinds})
+
+        hints: dict[str, Any] = {}
+        parameters = []
+        for kind in kinds.values():
+            hints |= get_type_hints(kind, include_extras=True)
+            for field in fields(kind):
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                parameters.append(
+                    inspect.Parameter(
+                        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+                    )
+                )
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__name__, run.__doc__, run.__annotations__ = function.__name__, function.__doc__, hints
+        app.command(name, epilog=f"Example: {example}", cls=Command)(run)
+        return function
+
+    return add
+
+
+# --- errors ---
+
+
+def amount(name: str, text: str) -> int:
+    """Return the bytes of an option. Raises: InvalidRequest, which names it"""
+    try:
+        return parse_bytes(text)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error}") from None
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Raise an InvalidRequest of the block again, with the options of `generate` in place of names of Python."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(in_options(str(error))) from None
+
+
+def in_options(text: str) -> str:
+    """Return an error in which names of Python are those of options: `max_tokens is -5` names --max-tokens.
+
+    A name of one word is an option where an error begins with it, or behind another option.
+    """
+    text = _LONG.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
+    return _SHORT.sub(r"\1--\2", text)
+
+
+_NAMES: Final = [field.name for kind in (Loading, Sampling, Output, Geometry) for field in fields(kind)]
+_LONG: Final = re.compile(rf"\b(?:\w+\.)?({'|'.join(name for name in _NAMES if '_' in name)})\b")
+_SHORT: Final = re.compile(
+    rf"(^|--[\w-]+ or )(?:\w+\.)?({'|'.join(name for name in _NAMES if '_' not in name)})(?= is |,)"
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -14,60 +13,56 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pagedkv.cli.options import Replaying, amount
 from pagedkv.core.policies import POLICIES
 from pagedkv.core.replay import BELADY, BLOCK_TOKENS, read_trace, replay, unbounded
 from pagedkv.errors import InvalidRequest
-from pagedkv.spec import parse_bytes
 
 _STYLES: Final = {BELADY: "--"}
 EVERY: Final = (*POLICIES, BELADY)
 """The policies that `--policy all` stands for."""
 
 
-def run(
-    trace: Path, sizes: Sequence[int], policies: Sequence[str], *, tier: str | None, as_json: bool, plot: Path | None
-) -> None:
+def run(given: Replaying) -> None:
     """Replay a trace for each size and policy, and print a table or a JSON list of rows.
 
-    sizes: frames in the pool; empty for one pool that holds the whole trace. plot: draw the hit rates to this file.
-    tier: frames of a tier below each pool, "65536", or a multiple of the pool, "8x".
     Raises: InvalidRequest for an unreadable trace, an unknown policy or a bad size
     """
-    if plot and find_spec("matplotlib") is None:
+    if given.plot and find_spec("matplotlib") is None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
+    sizes = given.num_frames or [frames_in(text, given.bytes_per_token) for text in given.memory or ()]
     try:
-        requests = read_trace(trace)
+        requests = read_trace(given.trace)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InvalidRequest(f"{trace} cannot be read: {reason}; give a trace, a request on each line") from None
+        raise InvalidRequest(f"{given.trace} cannot be read: {reason}; give a trace, a request on each line") from None
     pools = sorted(set(sizes)) or [unbounded(requests)]
-    chosen = list(dict.fromkeys(name for given in policies for name in (EVERY if given == "all" else [given])))
-    below = {size: tier_frames(tier, size) for size in pools}
+    policies = given.policy or ["lru"]
+    chosen = list(dict.fromkeys(name for each in policies for name in (EVERY if each == "all" else [each])))
+    below = {size: tier_frames(given.tier, size) for size in pools}
     replay(requests[:1], pools, chosen, tier=below[pools[0]])  # refuses bad arguments before the long run
     cases = [(size, policy) for size in pools for policy in chosen]
-    progress = track(cases, "replaying", console=Console(stderr=True), transient=True, disable=as_json)
+    progress = track(cases, "replaying", console=Console(stderr=True), transient=True, disable=given.as_json)
     rows = [row for size, policy in progress for row in replay(requests, [size], [policy], tier=below[size])]
-    if as_json:
+    if given.as_json:
         print(json.dumps(rows))
     else:
         _print(rows, len(requests))
-    if plot:
-        _draw(rows, plot)
+    if given.plot:
+        _draw(rows, given.plot)
 
 
 def tier_frames(tier: str | None, size: int) -> int:
     """Return the frames of a tier below a pool of `size`. Raises: InvalidRequest unless it is a number, or as "8x"."""
     found = re.fullmatch(r"(\d{1,9})(x?)", tier or "0")
     if not found:
-        raise InvalidRequest(f"tier is {tier!r}; give frames, such as 65536, or a multiple of the pool, such as 8x")
+        raise InvalidRequest(f"--tier is {tier!r}; give frames, such as 65536, or a multiple of the pool, such as 8x")
     return int(found[1]) * (size if found[2] else 1)
 
 
 def frames_in(memory: str, bytes_per_token: int) -> int:
     """Return the number of frames, of one trace block each, in `memory`. Raises: InvalidRequest if none fits"""
-    if bytes_per_token < 1:
-        raise InvalidRequest(f"bytes-per-token is {bytes_per_token}; give at least 1")
-    frames = parse_bytes(memory) // (bytes_per_token * BLOCK_TOKENS)
+    frames = amount("--memory", memory) // (bytes_per_token * BLOCK_TOKENS)
     if frames < 1:
         raise InvalidRequest(
             f"{memory} holds no block: {BLOCK_TOKENS} tokens of {bytes_per_token} bytes take "

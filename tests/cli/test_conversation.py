@@ -143,7 +143,7 @@ def test_a_request_that_fails_is_a_line_and_no_end(talk, monkeypatch):
 def test_a_conversation_has_one_reply_and_no_json(talk, options):
     status, out, err = talk([], *options)
     assert (status, out) == (2, "")
-    assert err == "pagedkv: error: a conversation has one reply, and no --json; give a prompt, or a .jsonl\n"
+    assert err == "pagedkv: error: a conversation has one reply and no --json; give a prompt, or a .jsonl\n"
 
 
 def test_a_checkpoint_without_a_template_is_refused_before_the_first_prompt(talk, tmp_path):

@@ -15,7 +15,7 @@ from rich.console import Console
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.cli import compiling
-from pagedkv.cli.generate import ProgressBar
+from pagedkv.cli.generate import advance, print_under, progress_bar
 from pagedkv.core.tables import steps
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion
@@ -213,9 +213,9 @@ def test_blocks_of_text_name_their_prompt_and_sample(command, three):
 
 def test_the_bar_and_the_results_do_not_mix(capsys):
     terminal = io.StringIO()
-    with ProgressBar(Console(file=terminal, force_terminal=True, width=80), 4, shown=True) as bar:
-        bar.advance([Completion(request=None, index=0, token_ids=[1, 2, 3])])
-        bar.print("the result")
+    with progress_bar(Console(file=terminal, force_terminal=True, width=80), 4, shown=True) as bar:
+        advance(bar, [Completion(request=None, index=0, token_ids=[1, 2, 3])])
+        print_under(bar, "the result")
     assert capsys.readouterr().out == "the result\n"
     assert "1/4" in terminal.getvalue()
     assert "3 tokens" in terminal.getvalue()

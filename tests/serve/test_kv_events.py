@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from pagedkv.cli.app import main
-from pagedkv.core import Observe
 from pagedkv.model import Engine
 from pagedkv.sampling.params import SamplingParams
 from pagedkv.serve.streaming import AsyncEngine
@@ -53,26 +51,8 @@ def test_a_server_publishes_what_it_can_find_also_while_it_is_idle(extra: None, 
         assert all(isinstance(name, int) for name in event["block_hashes"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        (("--kv-events-topic", TOPIC), "need --kv-events; give it an address"),
-        (("--kv-events-replay", "tcp://*:0"), "need --kv-events; give it an address"),
-        (("--kv-events", "nowhere"), "ZMQ refuses 'nowhere'"),
-    ],
-)
-def test_bad_addresses_are_one_line(
-    extra: None, argv: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "--port", "0", *argv])
-    err = capsys.readouterr().err
-    assert end.value.code == 2
-    assert complaint in err.splitlines()[-1]
-
-
 def test_an_error_after_a_step_costs_no_request() -> None:
-    engine, calls = Engine.load(num_frames=64, observe=Observe(events=100)), []
+    engine, calls = Engine.load(num_frames=64, events=100), []
 
     def fail() -> None:
         calls.append(json.dumps(engine.stats().steps))

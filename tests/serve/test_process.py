@@ -84,26 +84,6 @@ def test_a_second_sigterm_ends_at_once(extra: None) -> None:
         assert server.end(signal.SIGTERM, 60) == (143, "")
 
 
-def test_a_port_in_use_and_a_bad_host_are_one_line_and_status_2(
-    extra: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for options, words in (
-            (("--port", str(taken.getsockname()[1])), "Address already in use; give another --host or --port"),
-            (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid:8000"),
-            (("--host", "a..b"), "cannot listen on a..b:8000: this is no name of a host"),
-            (("--api-key", ""), "--api-key is empty; give a key"),
-            (("--allowed-host", "a.*"), "--allowed-host is 'a.*'; give a name, or *.example.com"),
-            (("--api-keys", "/no/file"), "cannot read the keys in /no/file: No such file or directory"),
-            (("--api-keys", "/no/file", "--api-key", "a"), "--api-keys and --api-key or PAGEDKV_API_KEY name keys"),
-        ):
-            with pytest.raises(SystemExit) as end:
-                main(["serve", *options])
-            said = capsys.readouterr().err
-            assert (end.value.code, said.count("\n")) == (2, 1)
-            assert words in said
-
-
 def test_a_missing_extra_is_one_sentence_that_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from pagedkv.cli.options import Prompting
 
 PATIENCE_S: Final = 1.0
 """Seconds without input on stdin after which stderr says that stdin is being read."""
@@ -108,15 +111,16 @@ def _require_chat(source: Source, templating: Templating) -> None:
         raise InvalidRequest(f"{given[0]} is for the chat template; give --chat, or messages in a .jsonl")
 
 
-def read(text: str | None, path: Path | None, dash: str | None, templating: Templating) -> Source:
+def read(given: Prompting) -> tuple[Source, Templating]:
     """Read the prompts that the command line asks for; without any, the demo, or for a chat at a terminal a talk.
 
     Raises: InvalidRequest for two sources, or for a source that is empty, unreadable or malformed, or options of a chat
         where no prompt is one
     """
-    source = _read(text, path, dash, is_chat=templating.every)
+    templating = Templating(given.chat, given.system, variables(given.template_var or ()))
+    source = _read(given.prompt, given.prompt_file, given.dash, is_chat=given.chat)
     _require_chat(source, templating)
-    return source
+    return source, templating
 
 
 def _read(text: str | None, path: Path | None, dash: str | None, *, is_chat: bool) -> Source:

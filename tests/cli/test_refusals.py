@@ -1,0 +1,340 @@
+"""Bad input gives one line on stderr, status 2, and nothing else; options are checked before torch is imported."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pagedkv.kernels import registry
+from pagedkv.model.engine import Engine
+
+NUMBERS = "fit --layers 1 --kv-heads 1 --head-dim"
+
+BEFORE_TORCH = {
+    "generate --max-tokens=-5": "--max-tokens is -5; it must be an integer of at least 1",
+    "generate --min-tokens=200": "--min-tokens is 200; it must be an integer from 0 to --max-tokens, 128",
+    "generate --kv-dtype=fp4": "'fp4' is not one of 'float32', 'bfloat16'",
+    "generate --block-size=0": "'--block-size'",
+    "generate --memory=lots": "--memory: 'lots' is not an amount of memory",
+    "generate --device=toaster": "--device is 'toaster'; give cpu",
+    "generate --sinks=4": "--sinks is 4 without --window; give --window, too",
+    "generate --model=no/such/folder": "no folder no/such/folder",
+    "generate --prompt=": "the prompt is empty",
+    "generate --logit-bias red": "--logit-bias is 'red'; give TOKEN=BIAS",
+    "serve --max-body=much": "--max-body: 'much' is not an amount of memory",
+    "fit --gpus 3": "3 GPUs cannot share 2 KV heads",
+}
+"""Tried in a process each: their imports are looked at."""
+
+REFUSED = BEFORE_TORCH | {
+    "compress": "compress",
+    # generate: the prompt
+    "generate --prompt=\udcff": "not Unicode text",
+    "generate --prompt=- --prompt-file=b": "--prompt-file and - both",
+    "generate --prompt=a --prompt-file=b": "--prompt and --prompt-file",
+    "generate --prompt=a -": "--prompt and -",
+    "generate --prompt-file=no/such/file": "cannot read no/such/file: No such file",
+    "generate --prompt-file=.": "cannot read .: Is a directory",
+    "generate hello": "unexpected argument 'hello'",
+    "generate --no-such-option": "--no-such-option",
+    "generate --seed": "--seed",
+    "generate --system=a": "--system is for the chat template; give --chat, or messages in a .jsonl",
+    "generate --template-var=a=1": "--template-var is for the chat template",
+    "generate --chat --template-var=a": "--template-var is 'a'; give NAME=VALUE",
+    "generate --chat --template-var=9=1": "--template-var is '9=1'",
+    "generate --chat --template-var=messages=[]": "with another name than messages or self",
+    # generate: sampling
+    "generate --max-tokens=many": "'--max-tokens'",
+    "generate --temperature=-0.5": "--temperature is -0.5",
+    "generate --temperature=nan": "--temperature is nan",
+    "generate --top-k=-2": "--top-k is -2",
+    "generate --top-p=-0.1": "--top-p is -0.1",
+    "generate --min-p=1.5": "--min-p is 1.5",
+    "generate --repetition-penalty=0": "--repetition-penalty is 0",
+    "generate --frequency-penalty=3": "--frequency-penalty is 3.0; it must be between -2 and 2",
+    "generate --presence-penalty=nan": "--presence-penalty is nan",
+    "generate --seed=-1": "--seed is -1",
+    "generate --stop=": "none empty",
+    "generate --num-beams=0": "--num-beams is 0",
+    "generate --num-beams=2 --num-samples=3": "--num-samples is 3, --num-beams 2",
+    "generate --logprobs=2": "--logprobs are keys of the JSON; give --json too",
+    "generate --logprobs=21 --json": "--logprobs is 21",
+    "generate --num-samples=0": "'--num-samples'",
+    "generate --num-samples=9 --max-sequences=4": "--num-samples is 9",
+    "generate --logit-bias =5": "--logit-bias is '=5'; give TOKEN=BIAS",
+    "generate --logit-bias red=200": "--logit-bias is 'red=200'; give TOKEN=BIAS",
+    "generate --logit-bias red=nan": "--logit-bias is 'red=nan'; give TOKEN=BIAS",
+    "generate --logit-bias red=1 --logit-bias red=2": "--logit-bias names the token 'red' twice; give it once",
+    "generate --logit-bias red=1 --logit-bias 343=2": "names the token 343 twice, by its id and its text; give it once",
+    "generate --logit-bias Xyzzy=1": "'Xyzzy', which is not one token: the tokenizer of this model makes <unk> (0)",
+    "generate --logit-bias 660=1": "--logit-bias has token id 660, outside the vocabulary of 660 tokens; leave it out",
+    # generate: what is loaded, and the pool
+    "generate --num-frames=-4": "'--num-frames'",
+    "generate --num-frames=4": "the pool has 4; raise --num-frames or --memory, or lower --max-tokens",
+    "generate --memory=-1GiB": "not an amount of memory",
+    "generate --memory=10KiB": "holds no frame: one takes 65536 bytes. Give at least that, or lower --block-size",
+    "generate --memory=1MiB": "27 frames of 16 tokens, the pool has 16",
+    "generate --memory=9999TiB": "--num-frames is",
+    "generate --num-frames=64 --memory=1GiB": "--num-frames and --memory",
+    "generate --kernels=warp": "no kernel 'warp'",
+    "generate --dtype=int3": "'int3' is not one of 'float32', 'bfloat16', 'float16'",
+    "generate --weights=int3": "'int3' is not one of 'int8', 'int4'",
+    "generate --device=cuda:999": "--device is 'cuda:999'; torch finds",
+    "generate --device=": "--device is ''",
+    "generate --speculate=no-owner/no-draft": "fetch it with: hf download no-owner/no-draft",
+    "generate --speculate=./draft": "no folder draft",
+    "generate --max-sequences=0": "'--max-sequences'",
+    "generate --prefill-chunk=0": "'--prefill-chunk'",
+    "generate --model=\udcff": "no folder \\udcff",
+    "generate --model=\x1b[2J": "no folder \\x1b[2J",
+    "generate --model=/dev/null": "no folder /dev/null",
+    # tiers
+    "generate --tier host": "a tier is 'host'",
+    "generate --tier tape:1GiB": "a tier is 'tape:1GiB'; give host:SIZE, disk:SIZE",
+    "generate --tier disk:1GiB": "a tier is 'disk:1GiB'",
+    "generate --tier host:lots": "'lots' is not an amount of memory",
+    "generate --tier host:1KiB": "has 1024 bytes and a frame needs",
+    "generate --tier host:1024TiB": "the memory of this machine",
+    "generate --tier disk:1024TiB:FOLDER": "pages, and a tier holds fewer than 2147483648",
+    "generate --tier disk:64MiB:FOLDER/file/in": "cannot be used: FOLDER/file/in: Not a directory",
+    "generate --tier disk:64MiB:/proc/pagedkv": "cannot be used: /proc/pagedkv: No such file or directory",
+    # serve
+    "serve --speculate no-owner/no-draft --port 0": "fetch it with: hf download no-owner/no-draft",
+    "serve --tier host:lots --port 0": "'lots' is not an amount of memory",
+    "serve --host no.such.host.invalid": "cannot listen on no.such.host.invalid:8000",
+    "serve --host a..b": "cannot listen on a..b:8000: this is no name of a host",
+    "serve --api-key=": "--api-key is empty; give a key",
+    "serve --allowed-host a.*": "--allowed-host is 'a.*'; give a name, or *.example.com",
+    "serve --api-keys /no/file": "cannot read the keys in /no/file: No such file or directory",
+    "serve --api-keys /no/file --api-key a": "--api-keys and --api-key or PAGEDKV_API_KEY name keys",
+    "serve --kv-events-topic a": "need --kv-events; give it an address",
+    "serve --kv-events-replay tcp://*:0": "need --kv-events; give it an address",
+    # fit
+    "fit --layers 80": "--kv-heads, --head-dim are missing; give a config with --model, or the numbers",
+    "fit --value-in-key": "--layers, --kv-heads, --head-dim are missing",
+    f"{NUMBERS} 8 --model x": "both give a geometry",
+    f"{NUMBERS} 8 --weights int8": "--weights int8 needs a config",
+    f"{NUMBERS} 7 --kv-dtype int4": "must be even",
+    f"fit --layers {10**400} --kv-heads 1 --head-dim 8": "'--layers'",
+    f"fit --block-size {10**400}": "--block-size is 1000",
+    "fit --weights int3": "--weights is 'int3'; give int8, int4, or the bytes",
+    "fit --context 8193": "--context is 8,193; the model ends at 8,192 tokens",
+    "fit --context 0": "--context",
+    "fit --memory=": "--memory: '' is not an amount of memory",
+    "fit --bandwidth 1TB": "--bandwidth needs --memory",
+    "fit --memory 1GB --bandwidth 0": "--bandwidth is '0'",
+    "fit --memory 1GB --bandwidth fast": "--bandwidth: 'fast' is not an amount",
+    "fit --gpus 0": "--gpus",
+    "fit --model no/such/folder": "there is no no/such/folder; give a config with --model, or the numbers",
+    "fit --model no-owner/no-model": "fetch it with: hf download no-owner/no-model",
+    "fit --model /dev/null": "it is a device",
+    "fit hello": "hello",
+    # replay
+    "replay TRACE --policy fifo": "policy is 'fifo'",
+    "replay TRACE --num-frames 0": "'--num-frames'",
+    "replay TRACE --num-frames 4 --memory 1GiB": "give one of them",
+    "replay TRACE --memory 1KiB": "holds no block",
+    "replay TRACE --memory much": "--memory: 'much' is not an amount of memory",
+    "replay TRACE --tier 1.5x": "--tier is '1.5x'; give frames, such as 65536, or a multiple of the pool, such as 8x",
+    "replay TRACE --tier 8x --policy belady": "knows no tier",
+    "replay FOLDER/none": "FOLDER/none cannot be read: No such file or directory; give a trace",
+    "replay FOLDER/file": "line 1",
+}
+
+
+@pytest.fixture
+def refused(command):
+    """Return a function that runs `pagedkv` with bad arguments and returns the error message."""
+
+    def run(*argv):
+        status, out, err = command(*argv)
+        assert (status, out) == (2, ""), err
+        assert err.startswith("pagedkv: error: ")
+        assert (err.count("\n"), err[-1]) == (1, "\n")
+        return err.removeprefix("pagedkv: error: ")
+
+    return run
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_refused_in_one_line_that_names_the_option(refused, tmp_path, line):
+    if line.startswith("serve"):
+        pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'pagedkv[serve]'")
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "trace.jsonl").write_text('{"hash_ids": [0, 1]}')
+    places = {"FOLDER": str(tmp_path), "TRACE": str(tmp_path / "trace.jsonl")}
+    words = REFUSED[line]
+    for name, place in places.items():
+        line, words = line.replace(name, place), words.replace(name, place)
+    assert words in refused(*line.split(" "))
+
+
+def test_values_are_checked_before_torch_is_imported():
+    script = """
+import json, sys
+from pagedkv.cli.app import main
+statuses = []
+for line in json.loads(sys.argv[1]):
+    try: main(line.split(" "))
+    except SystemExit as end: statuses.append(end.code)
+print(set(statuses), {"torch", "numba", "numpy"} & set(sys.modules))
+"""
+    lines = [line for line in BEFORE_TORCH if not line.startswith("serve")]
+    run = subprocess.run([sys.executable, "-c", script, json.dumps(lines)], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr.count("\n")) == ("{2} set()\n", len(lines)), run.stderr
+
+
+def test_a_port_in_use_is_refused(refused):
+    import socket
+
+    pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'pagedkv[serve]'")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = refused("serve", "--port", taken.getsockname()[1])
+    assert "Address already in use; give another --host or --port" in said
+
+
+def test_a_prompt_longer_than_the_pool_is_refused(refused):
+    said = refused("generate", "--prompt", "lamp " * 200, "--num-frames", 10)
+    assert "the pool has 10; raise --num-frames or --memory" in said
+
+
+def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatch):
+    objections = ["needs another CPU", "needs float16"]
+    picky = registry.Kernel("picky", None, "pagedkv.kernels.reference", lambda case: objections)
+    monkeypatch.setattr(registry, "KERNELS", (picky, *registry.KERNELS))
+    assert "picky: needs another CPU; needs float16; " in refused("generate", "--kernels", "picky")
+
+
+def test_files_that_hold_no_prompt_are_refused(refused, tmp_path):
+    for name, data, words in (
+        ("none.jsonl", b"\n \n", "none.jsonl holds no prompt"),
+        ("latin.txt", "Zoë".encode("latin-1"), "latin.txt is not UTF-8 text"),
+        ("empty.txt", b"\n", "empty.txt is empty"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert words in refused("generate", "--prompt-file", tmp_path / name)
+
+
+def test_a_bad_environment_variable_is_refused(refused, monkeypatch, tmp_path):
+    """numba raises when it is imported, in any command that computes."""
+    monkeypatch.setenv("PAGEDKV_KERNELS", "warp")
+    assert "no kernel 'warp'" in refused("generate")
+    for number in ("0", " -3 ", "-99999999999999999999"):
+        monkeypatch.setenv("NUMBA_NUM_THREADS", number)
+        assert f"NUMBA_NUM_THREADS is {int(number)}; set it to a number of threads from 1 on" in refused("generate")
+    monkeypatch.setenv("PAGEDKV_DEBUG", "9")
+    assert "PAGEDKV_DEBUG is '9'" in refused("generate")
+
+
+def test_a_disk_of_a_tier_that_is_full_or_short_of_a_key_is_refused(refused, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tier = ("generate", "--tier", f"disk:64MiB:{tmp_path}")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert f"a tier of disk:64MiB:{tmp_path} cannot be used: No space left on device; give a folder" in refused(
+            *tier
+        )
+    assert [path for path in tmp_path.iterdir() if path.suffix == ".json"] == []
+    monkeypatch.setenv("PAGEDKV_TIER_KEY", "short")
+    assert "key is not 16 to 64 bytes" in refused(*tier)
+
+
+# --- lines of a .jsonl ---
+
+LINES = {
+    "{": "is not JSON",
+    "[" * 100_000: "is not JSON",
+    "7": 'a text under "prompt"',
+    '{"text": "a"}': 'a text under "prompt"',
+    '{"prompt": ["a"]}': 'a text under "prompt"',
+    '{"prompt": "a", "messages": []}': 'either a text under "prompt" or a list under "messages"',
+    '{"messages": {}}': 'a list under "messages"',
+    '{"messages": []}': "give at least one",
+    '{"messages": ["a"]}': 'objects with a "role" and a "content"',
+    '{"messages": [{"content": "a"}]}': 'objects with a "role" and a "content"',
+    '{"messages": [{"role": "user", "contents": "a"}]}': 'objects with a "role" and a "content" (a text, or',
+    '{"messages": [{"role": "user", "content": null}]}': 'objects with a "role" and a "content" (a text, or',
+    '{"messages": [{"role": "user", "content": ["a"]}]}': 'objects with a "role" and a "content" (a text, or',
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half of a surrogate pair",
+    '{"messages": [{"role": "user", "content": "a"}], "top_k": -1}': "top_k is -1",
+    '{"prompt": ""}': "line 2 has an empty prompt; give at least one character",
+    '{"question": "a"}': '"messages"; it has question',
+    '{"prompt": "a", "max_token": 1}': "it has max_token (did you mean max_tokens?); besides",
+    '{"prompt": "\\ud800"}': "not Unicode text",
+    '{"prompt": "a", "colour": "red"}': "has colour",
+    '{"prompt": "a", "max_tokens": 0}': "max_tokens is 0",
+    '{"prompt": "a", "max_tokens": "9"}': "max_tokens is '9'",
+    '{"prompt": "a", "stop": 5}': "stop is 5; it must be a list",
+    json.dumps({"prompt": "lamp " * 40_000}): "40001 tokens",
+}
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:60])
+def test_a_bad_line_is_reported_and_costs_no_other(command, tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + '\n{"prompt": "b", "id": "last"}\n')
+    status, out, err = command("generate", "--prompt-file", path, "--json")
+    assert status == 1
+    (complaint,) = [each for each in err.splitlines() if each.startswith("pagedkv: error: ")]
+    assert complaint.startswith(f"pagedkv: error: {path}, line 2")
+    assert LINES[line] in complaint
+    found = [json.loads(each) for each in out.splitlines()]
+    assert [each["line"] for each in found] == [1, 2, 3]
+    assert (found[2]["id"], found[2]["finish_reason"]) == ("last", "stop")
+    assert LINES[line] in found[1]["error"]
+    assert "text" not in found[1]
+
+
+def test_a_file_without_a_usable_line_is_refused_before_weights_are_loaded(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(Engine, "load", lambda *args, **options: pytest.fail("weights were loaded"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "a"}\n{"prompt": "a", "top_k": -1}\n')
+    assert refused("generate", "--prompt-file", path).startswith(f"{path}, line 1")
+    assert refused("generate", "--prompt-file", path, "--top-k", -1).startswith("--top-k is -1"), "no fault of a line"
+
+
+def test_a_line_whose_request_fails_costs_no_other(command, monkeypatch, tmp_path):
+    from pagedkv.model.loop.delivery import Delivery
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b b"}\n')
+    take = Delivery.take
+
+    def failing(delivery, sequence, token, now):
+        if len(sequence.completion.request.prompt_ids) == 2:
+            sequence.completion.end("error", "the logits hold NaN")
+        else:
+            take(delivery, sequence, token, now)
+
+    monkeypatch.setattr(Delivery, "take", failing)
+    status, out, err = command("generate", "--prompt-file", path, "--json")
+    first, second = map(json.loads, out.splitlines())
+    assert (status, err) == (1, f"pagedkv: error: {path}, line 1: the logits hold NaN\n")
+    assert (first["finish_reason"], first["error"]) == ("error", "the logits hold NaN")
+    assert (second["text"], "error" in second) == ("I do not know.", False)
+    status, out, err = command("generate", "--prompt-file", path)
+    assert (status, out) == (1, f"==> {path}, line 2 <==\nI do not know.\n\n")
+    assert "3 tokens" in err
+
+
+# --- ends that are no refusals ---
+
+
+def test_an_interruption_ends_quietly_and_a_bug_of_pagedkv_with_a_traceback(command, monkeypatch):
+    def interrupted(engine):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    for options in ((), ("--json",)):
+        status, out, err = command("generate", "--prompt", "a", *options)
+        assert (status, out, err.strip()) == (130, "", "")  # older versions of typer end the line of the ^C
+    monkeypatch.setattr(Engine, "step", lambda engine: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        command("generate")
