@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedkv.errors import CheckpointError, InvalidRequest
 
 if TYPE_CHECKING:
-    from jinja2 import Template, nodes
+    from jinja2 import Environment, Template, nodes
     from jinja2.parser import Parser
 
 MOST_CHARACTERS: Final = 2**24
@@ -85,7 +85,7 @@ def _shown(error: Exception) -> str:
     return " ".join(f"{name}{error}"[:MOST_SHOWN].split())
 
 
-def _environment() -> Any:
+def _environment() -> Environment:
     """Return a sandbox with the settings, filters and names that Hugging Face templates expect."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols

@@ -62,7 +62,7 @@ from pagedkv.model.loop.runner import ModelRunner, runner_of
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.request import Completion, OnText, Request
 from pagedkv.model.scheduler import Limits, Scheduler
-from pagedkv.model.ways.beams import Search
+from pagedkv.model.ways.beams import BeamSearch
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.speculation import Drafter, Speculation
 from pagedkv.model.ways.streaming import endless
@@ -192,7 +192,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
             most = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
-            request.search = Search.of(params, self.tokenizer.eos_ids, most)
+            request.search = BeamSearch.of(params, self.tokenizer.eos_ids, most)
             check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
         request.completions = [Completion(request, index) for index in range(num_samples)]
         with self._submitting:

@@ -11,20 +11,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pagedkv.model.loop.latency import Latency
 
 if TYPE_CHECKING:
     from torch import Generator
 
-    from pagedkv.model.ways.beams import Search
     from pagedkv.sampling.grammar import Grammar
     from pagedkv.sampling.params import SamplingParams
     from pagedkv.sampling.sampler import TokenLogprobs
 
 OnText = Callable[["Completion", str], None]
 """A listener: called with a completion and its next piece of text. The last call, at its end, may bring ""."""
+
+
+class Search(Protocol):
+    """A search that fills the completions of a request at its end: `BeamSearch` of beams.py, which knows requests."""
+
+    num_beams: int
+
+    @property
+    def common(self) -> tuple[int, ...]:
+        """The tokens that all live outputs begin with."""
 
 
 @dataclass(eq=False)

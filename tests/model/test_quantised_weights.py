@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 
-from pagedkv.checkpoint import BUNDLED, records, weights
+from pagedkv.checkpoint import BUNDLED, weights
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.linear import Matrix
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import Engine
 from pagedkv.sampling.params import SamplingParams
-
-from .conftest import SMALL, first_logits
+from tests.model.conftest import SMALL, first_logits
+from tests.records import document
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +98,7 @@ def answers(kind: str | None, questions: list[tuple[str, str]]) -> list[str]:
 
 def test_the_bundled_checkpoint_recalls_with_integers_as_without() -> None:
     """The limit of int4 is lower: of 100 questions it answers as many, but its logits are off by 1 % and not 0.1 %."""
-    page = records.document(1000, seed=50_000)
+    page = document(1000, seed=50_000)
     questions = [(page.prompt(question), question.answer) for question in page.questions[:8]]
     assert json.loads((BUNDLED / "config.json").read_text())["hidden_size"] % 64 == 0
     right = [answer for _, answer in questions]

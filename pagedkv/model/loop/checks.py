@@ -13,6 +13,7 @@ import numpy as np
 from pagedkv.core.arguments import real, token_row
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.scheduler import Limits
+from pagedkv.model.ways.beams import search_of
 from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def check_search(request: Request, num_samples: int, config: ModelConfig, cache:
 
     One sequence of the request passed `check_request`.
     """
-    assert request.search is not None
+    search = search_of(request)
+    assert search is not None
     beams, most = request.params.num_beams, min(limits.max_sequences, limits.max_batch_tokens)
     if num_samples > beams:
         raise InvalidRequest(f"num_samples is {num_samples}, num_beams {beams}; a search gives up to num_beams outputs")
@@ -133,7 +135,7 @@ def check_search(request: Request, num_samples: int, config: ModelConfig, cache:
         raise InvalidRequest(
             f"num_beams is {beams}, a step takes {most} sequences; raise max_sequences and max_batch_tokens of Limits"
         )
-    if (num_others := config.vocab_size - len(request.search.ends)) < beams:
+    if (num_others := config.vocab_size - len(search.ends)) < beams:
         raise InvalidRequest(
             f"num_beams is {beams}, but only {num_others} of the {config.vocab_size} tokens in the vocabulary do not "
             f"end an output; lower num_beams"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pagedkv.errors import described
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import StopStrings
-from pagedkv.model.ways.beams import make_trunk
+from pagedkv.model.ways.beams import make_trunk, search_of
 from pagedkv.sampling.logits import LogitsRules
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Delivery:
         """Return new sequences for all completions that have not ended, from the tokens that they have."""
         sequences: list[SequenceState] = []
         for request in requests:
-            first, search = request.completions[0], request.search
+            first, search = request.completions[0], search_of(request)
             if search is not None and search.state.is_done:
                 self.finish_search(request, search.state)
             elif search is not None and not request.finished:

@@ -83,8 +83,9 @@ class Outcome(NamedTuple):
 def _follow(turn: Turn, delivery: Delivery, scheduler: Scheduler) -> None:
     """Let the beams of a search go on, or end the search."""
     request = turn.members[0].completion.request
-    if request.search is not None and not request.finished:
-        request.search.state = turn.state  # from here on the search has it, whatever is interrupted
+    search = beams.search_of(request)
+    if search is not None and not request.finished:
+        search.state = turn.state  # from here on the search has it, whatever is interrupted
         for completion in request.completions:
             completion.last_token_at = time.perf_counter()
             completion.first_token_at = completion.first_token_at or completion.last_token_at

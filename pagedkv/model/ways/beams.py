@@ -20,7 +20,7 @@ A live output is a page table. b7, a5 and c1 go on with the tables of b, a and c
 
 A trunk is one sequence with the prompt and the tokens that all live beams have in common: at the start, and again after
 a preemption or an interrupt. A gang is preempted as a whole, so it never holds frames while it cannot go on.
-`Search.state` is the truth about a search, an immutable value that one assignment replaces. Knows no queue.
+`BeamSearch.state` is the truth about a search, an immutable value that one assignment replaces. Knows no queue.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Beams(NamedTuple):
     is_done: bool = False
 
 
-class Search:
+class BeamSearch:
     """A search, and the rules by which it goes on.
 
     ends: tokens that end an output. max_tokens: the most tokens of an output.
@@ -85,7 +85,7 @@ class Search:
         self._early_stopping = early_stopping
 
     @classmethod
-    def of(cls, params: SamplingParams, eos_ids: Iterable[int], max_tokens: int) -> Search:
+    def of(cls, params: SamplingParams, eos_ids: Iterable[int], max_tokens: int) -> BeamSearch:
         """Return the search that `params` ask for. max_tokens: the most output tokens."""
         ends = frozenset((*params.stop_ids, *(() if params.ignore_eos else eos_ids)))
         return cls(
@@ -150,6 +150,11 @@ class Search:
         return self._early_stopping is True or bool(hoped <= min(beam.score for beam in ended))
 
 
+def search_of(request: Request) -> BeamSearch | None:
+    """Return the search of a request; None without beams."""
+    return request.search if isinstance(request.search, BeamSearch) else None
+
+
 class Turn(NamedTuple):
     """The members of a gang, in the order of its live beams, and the state to which they go on.
 
@@ -211,7 +216,7 @@ def turns(chunks: list[Chunk], logits: Tensor) -> list[Turn]:
             rows.append(row)
     found: list[Turn] = []
     for request, (members, rows) in gangs.items():
-        search, mine = request.search, logits[rows]
+        search, mine = search_of(request), logits[rows]
         assert search is not None
         if len(members) < len(search.state.live):
             found.append(Turn(members, search.state, [0] * len(search.state.live)))  # the trunk branches

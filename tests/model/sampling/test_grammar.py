@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import random
@@ -22,7 +21,6 @@ from pagedkv.model.engine import Engine
 from pagedkv.model.ways.draft_model import DraftModel
 from pagedkv.sampling.grammar import Grammar, Grammars
 from pagedkv.sampling.params import SamplingParams
-from tests.interrupts import Interrupter, count_instructions
 
 from ..conftest import VOCAB, prompt_of
 from ..test_engine import _decoders, build, idle
@@ -212,28 +210,6 @@ def test_preempted_requests_go_on_in_their_grammars(
     assert engine.scheduler.preemptions
     assert texts(got) == texts(undisturbed)
     assert idle(engine)
-
-
-@needs_library
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_interrupted_requests_go_on_in_their_grammars(
-    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
-) -> None:
-    def begun() -> tuple[Engine, list[Any]]:
-        engine = engine_of(checkpoint("llama"))
-        requests = submitted(engine)
-        for _ in range(6):
-            engine.step()
-        return engine, requests
-
-    total = count_instructions(begun()[0].step)
-    for at in range(1, total + 1, total // 4):
-        engine, got = begun()
-        with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(engine.step)
-        engine.run()
-        assert texts(got) == texts(undisturbed), at
-        assert all(len(c.logprobs) == len(c.token_ids) for c in got[0].completions)
 
 
 @needs_library

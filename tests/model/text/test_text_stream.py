@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint.tokenizer import CONTEXT, Tokenizer
 from pagedkv.model.engine import Engine
 from pagedkv.sampling.params import SamplingParams
 from tests.model.conftest import VOCAB
-from tests.model.text.test_prompts import word_piece
-from tests.model.text.test_tokenizer import KINDS, SPECIAL, TEXTS, byte_fallback, byte_level
+from tests.model.text.test_tokenizer import CORPUS, KINDS, SPECIAL, TEXTS, byte_fallback, byte_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,13 +32,17 @@ def keeps_first_space() -> tokenizers.Tokenizer:
     return raw
 
 
-def words() -> tokenizers.Tokenizer:
-    raw = word_piece()
+def word_piece() -> tokenizers.Tokenizer:
+    """Make a tokenizer like BERT's: words, and parts of words behind ##."""
+    words = sorted({word for text in CORPUS for word in text.split()})
+    names = [*SPECIAL, "[UNK]", *words, *(f"##{letter}" for letter in "abcdefgh")]
+    raw = tokenizers.Tokenizer(models.WordPiece(vocab={name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     raw.decoder = decoders.WordPiece()  # "lamp ." becomes "lamp."
     return raw
 
 
-STREAMED = {**KINDS, "first space kept": keeps_first_space, "WordPiece": words}
+STREAMED = {**KINDS, "first space kept": keeps_first_space, "WordPiece": word_piece}
 BY_BYTES = ["byte level", "byte fallback", "first space kept"]
 BYTES_AT_ODDS = [0x0A, 0x20, 0xE2, 0x80, 0x99, 0xF0, 0x9F, 0xFF, 0xEF, 0xBF, 0xBD]
 

@@ -11,10 +11,9 @@ import torch
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.sampling.params import SamplingParams
-from tests.interrupts import count_instructions
 from tests.model.conftest import Checkpoint, prompt_of
 from tests.model.test_engine import build, idle, outputs
-from tests.model.test_trust import assert_equal, interrupt_and_compare, submitted
+from tests.model.test_trust import assert_equal, submitted
 
 from .test_speculation import Oracle
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 MANY = {"max_tokens": 24, "stop_ids": list(range(0, 97, 7))}
 """Outputs end at each length: one token of seven ends them."""
+MOST = {"max_tokens": 24, "stop_ids": [token for token in range(97) if token % 7]}
+"""Nearly all tokens end an output, so that the best beams may have many ends."""
 
 
 def by_transformers(checkpoint: Checkpoint, prompt: list[int], params: SamplingParams, returned: int) -> list[Any]:
@@ -72,7 +73,7 @@ def test_beams_are_those_of_transformers(
 ) -> None:
     rules = {"num_beams": num_beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
     engine = build(checkpoint(name))
-    for prompt, options in ((prompt_of(40), MANY), (prompt_of(5), {"max_tokens": 24}), (prompt_of(16), MANY)):
+    for prompt, options in ((prompt_of(40), MANY), (prompt_of(5), {"max_tokens": 24}), (prompt_of(16), MOST)):
         params = SamplingParams(**options, **rules)
         want = by_transformers(checkpoint(name), prompt, params, num_beams)
         assert same(search(engine, prompt, params, num_beams), want)
@@ -192,22 +193,6 @@ def test_a_step_interrupted_anywhere_loses_no_beam(
     assert interrupts >= 1
     monkeypatch.undo()
     assert_equal(got, alone, engine)
-
-
-@pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 4, 11))])
-def test_an_interrupt_at_some_instructions_of_a_step_loses_no_beam(
-    step: int, alone: list[Any], checkpoint: Callable[[str], Checkpoint]
-) -> None:
-    def begun() -> tuple[Engine, list[Any]]:
-        engine = build(checkpoint("llama"), num_frames=60)
-        requests = crowd(engine)
-        for _ in range(step):
-            engine.step()
-        return engine, requests
-
-    total = count_instructions(begun()[0].step)
-    for at in range(1, total + 1, total // 4):
-        interrupt_and_compare(*begun(), alone, at)
 
 
 def test_a_search_without_usable_logits_ends_alone(

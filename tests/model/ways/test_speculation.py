@@ -5,7 +5,6 @@ The drafters of the tests know the right tokens, and spoil some of them.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from pagedkv.sampling.sampler import SamplingRow, probabilities
 from tests.interrupts import count_instructions
 from tests.model.conftest import VOCAB, Paging, prompt_of
 from tests.model.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
-from tests.model.test_trust import after, assert_equal, interrupt_and_compare, submitted
+from tests.model.test_trust import interrupt_and_compare, submitted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,12 +189,16 @@ def test_rejected_drafts_give_their_frames_back_in_the_same_step(checkpoint: Cal
 
 
 def test_drafts_preempt_no_sequence(checkpoint: Callable[[str], Checkpoint]) -> None:
-    params = SamplingParams(max_tokens=NUM_TOKENS)
-    plain = build(checkpoint("llama"), num_frames=28)
-    oracle = Oracle(num_tokens=40, wrong=0.8).learn(crowd(plain, params))
-    engine = build(checkpoint("llama"), num_frames=28, drafter=oracle)
-    assert outputs(crowd(engine, params)) == expected("llama", checkpoint("llama"))
-    assert plain.scheduler.preemptions == engine.scheduler.preemptions == 0
+    """The drafts of the longer output do not fit next to the other one, which ends after a few steps."""
+    found, oracle = list[Any](), None
+    for _ in range(2):
+        engine = build(checkpoint("llama"), num_frames=12, drafter=oracle)
+        requests = [engine.submit(prompt_of(64, n), SamplingParams(max_tokens=most)) for n, most in enumerate((8, 100))]
+        engine.run()
+        found.append(outputs(requests))
+        assert engine.scheduler.preemptions == 0
+        oracle = Oracle(num_tokens=80, wrong=0.8).learn(requests)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("end", [{"max_tokens": 7}, {"stop_ids": True}, {"stop": True}])
@@ -223,37 +226,6 @@ def undisturbed(checkpoint: Callable[[str], Checkpoint]) -> list[Any]:
     requests = submitted(engine)
     engine.run()
     return requests
-
-
-@pytest.mark.parametrize("place", ["verify", "extend", "propose", "commit", "take", "recover"])
-def test_a_step_interrupted_anywhere_loses_no_tokens(
-    place: str, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = build(checkpoint("llama"), num_frames=60, drafter=Oracle(wrong=0.2).learn(undisturbed))
-    assert engine.speculation is not None
-    drafter = engine.speculation.drafter
-    owners: dict[str, Any] = {"commit": engine.cache, "take": engine.delivery, "propose": drafter, "recover": drafter}
-    owner, dice, interrupts = owners.get(place, engine.speculation), random.Random(1), 0
-    real = getattr(owner, place)
-
-    def interrupted(*args: Any, **options: Any) -> Any:
-        nonlocal interrupts
-        result = real(*args, **options)
-        if dice.random() < 0.3:
-            interrupts += 1
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(owner, place, interrupted)
-    if place == "recover":
-        monkeypatch.setattr(engine.delivery, "take", after(engine.delivery.take, dice))
-    got = submitted(engine)
-    while engine.has_work:
-        with contextlib.suppress(KeyboardInterrupt):
-            engine.step()
-    assert interrupts >= 1
-    monkeypatch.undo()
-    assert_equal(got, undisturbed, engine)
 
 
 @pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -373,27 +345,6 @@ def test_a_draft_model_takes_a_long_prompt_in_parts(
     assert outputs(crowd(engine, params)) == expected("llama", checkpoint("llama"))
     assert engine.speculation is not None
     assert engine.speculation.acceptance == 1.0
-
-
-@pytest.mark.slow
-def test_an_interrupted_draft_model_loses_nothing(
-    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
-) -> None:
-    drafter = draft_model(checkpoint("llama"), num_frames=60)
-
-    def begun() -> tuple[Engine, list[Any]]:
-        engine = build(checkpoint("llama"), num_frames=60, drafter=drafter)
-        requests = submitted(engine)
-        engine.step()
-        engine.step()
-        return engine, requests
-
-    engine, _ = begun()
-    total = count_instructions(engine.step)
-    engine.run()
-    for at in range(1, total + 1, total // 8):
-        interrupt_and_compare(*begun(), undisturbed, at)
-        assert is_empty(drafter)
 
 
 def test_a_draft_model_recovers_once_from_an_interrupt(
