@@ -116,10 +116,9 @@ def test_an_adapter_is_added_to_a_patched_model() -> None:
     assert found[0] != before
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-def test_rows_of_equal_tokens_with_other_adapters_share_no_pages(beams: int, adapted: Any) -> None:
+def test_rows_of_equal_tokens_with_other_adapters_share_no_pages(adapted: Any) -> None:
     ids = prompts(37, (0,))["input_ids"].repeat(3, 1)
-    options = OPTIONS | {"max_new_tokens": 30, "num_beams": beams}
+    options = OPTIONS | {"num_beams": 2}
 
     def rows(*names: str) -> list[list[int]]:
         found: list[list[int]] = adapted.generate(
@@ -153,7 +152,7 @@ def test_a_conversation_that_goes_on_with_other_adapters_leaves_no_pages(names: 
     handle.unpatch()
 
 
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_prompts_after_virtual_tokens_find_no_pages_of_prompts_without(kind: str) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(model_of("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5))
@@ -208,8 +207,9 @@ def test_an_adapter_that_transformers_added_is_served() -> None:
 # -- accelerate --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["hooks first", "patch first"])
-@pytest.mark.parametrize("places", [{"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
+@pytest.mark.parametrize(
+    ("order", "places"), [("hooks first", {"": "cpu"}), ("patch first", {"model": "cpu", "lm_head": "cpu"})]
+)
 def test_hooks_of_accelerate_on_one_device_change_no_token(places: dict[str, str], order: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = model_of("llama")
@@ -229,24 +229,3 @@ def test_hooks_of_accelerate_on_one_device_change_no_token(places: dict[str, str
     handle.unpatch()
     assert not has_our_layers(model)
     assert tokens(model) == expected
-
-
-def test_weights_that_accelerate_offloads_are_refused(tmp_path: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    whole = accelerate.cpu_offload(model_of("llama"), torch.device("cpu"))
-    with pytest.raises(InvalidRequest, match="weights of the model are offloaded"):
-        patch(whole)
-    part = model_of("llama")
-    accelerate.dispatch_model(part, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path)
-    with pytest.raises(InvalidRequest, match="on several devices"):
-        patch(part)
-
-
-def test_weights_that_are_offloaded_after_patch_are_refused() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = model_of("llama")
-    handle = patch(model, memory="16MiB")
-    accelerate.cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(InvalidRequest, match=r"is torch.float32 on meta, and was torch.float32 on cpu"):
-        tokens(model)
-    handle.unpatch()

@@ -74,8 +74,8 @@ def test_a_salt_is_added_to_autocast(salt: bytes, patched: Patched) -> None:
         torch.set_autocast_enabled("cuda", False)
 
 
-@pytest.mark.parametrize("salt", SALTS[1:2])
-def test_a_salt_is_added_to_adapters(salt: bytes) -> None:
+def test_a_salt_is_added_to_adapters() -> None:
+    salt = SALTS[1]
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model_of("llama", num_hidden_layers=2), config, adapter_name="a")
@@ -83,31 +83,13 @@ def test_a_salt_is_added_to_adapters(salt: bytes) -> None:
     model = adapted.eval().get_base_model()
     first = model.model.layers[0].self_attn
 
-    def both() -> None:
-        adapted.base_model.set_adapter(["a", "b"])
-
-    def one_each() -> None:
-        first.q_proj.set_adapter("a")
-        first.k_proj.set_adapter("b")
-
-    def exchanged() -> None:
-        first.q_proj.set_adapter("b")
-        first.k_proj.set_adapter("a")
-
-    def scaled() -> None:
-        first.q_proj.scale_layer(3.0)
-
-    def without_one() -> None:
-        adapted.set_adapter("a")
-        first.q_proj.enable_adapters(False)
-
-    def without_the_other() -> None:
-        first.q_proj.enable_adapters(True)
-        first.k_proj.enable_adapters(False)
-
-    ways = [
-        lambda: adapted.set_adapter("a"), lambda: adapted.set_adapter("b"), both, one_each, exchanged, scaled,
-        without_one, without_the_other,
+    q, k = first.q_proj, first.k_proj
+    ways: list[Callable[[], Any]] = [
+        lambda: adapted.set_adapter("a"), lambda: adapted.set_adapter("b"),
+        lambda: adapted.base_model.set_adapter(["a", "b"]),
+        lambda: (q.set_adapter("a"), k.set_adapter("b")), lambda: (q.set_adapter("b"), k.set_adapter("a")),
+        lambda: q.scale_layer(3.0), lambda: (adapted.set_adapter("a"), q.enable_adapters(False)),
+        lambda: (q.enable_adapters(True), k.enable_adapters(False)),
     ]  # fmt: skip
     handle = patch(model, memory="16MiB")
     for way in ways:
@@ -115,14 +97,14 @@ def test_a_salt_is_added_to_adapters(salt: bytes) -> None:
         assert known(handle, salt) == 0
         fill(handle, salt)
         assert known(handle, salt) == 32
-    first.k_proj.enable_adapters(True)
+    k.enable_adapters(True)
     with adapted.disable_adapter():
         assert known(handle, salt) == 0
         fill(handle, salt)
     with adapted.disable_adapter():
         assert known(handle, salt) == 32
     with torch.no_grad():
-        first.k_proj.lora_B["a"].weight.mul_(2)
+        k.lora_B["a"].weight.mul_(2)
     assert known(handle, salt) == 0  # changed in place
     handle.unpatch()
 
@@ -267,14 +249,6 @@ def test_modules_that_torch_has_compiled_are_served_and_their_pages_found(llama:
     handle.unpatch()
 
 
-def test_a_forward_that_is_put_back_finds_no_pages_of_the_other(llama: Any, patched: Patched) -> None:
-    expected = tokens(llama)
-    on_an_instance(llama, 0.5)
-    assert tokens(llama) != expected
-    del llama.model.layers[1].mlp.forward
-    assert tokens(llama) == expected
-
-
 @pytest.mark.parametrize("change", [on_an_instance, a_hook])
 def test_a_turn_with_another_forward_or_hook_leaves_no_pages(change: Callable[[Any, float], None], llama: Any) -> None:
     """The change is taken back before the cache is closed, so the model is as it was when the cache began."""
@@ -405,31 +379,17 @@ def sometimes() -> Callable[[int], tuple[Any, SimpleNamespace]]:
     return make
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_layer_that_is_skipped_leaves_no_pages(number: int, sometimes: Any) -> None:
+@pytest.mark.parametrize(("number", "does"), [(0, "skip"), (0, "raise"), (3, "skip"), (3, "interrupt")])
+def test_a_call_that_skips_a_layer_or_ends_in_it_leaves_no_pages(number: int, does: str, sometimes: Any) -> None:
     model, how = sometimes(number)
-    expected = answer(model)
-    how.does = "skip"
-    without = answer(model)
-    how.does = ""
-    handle = patch(model, memory="16MiB")
-    how.does = "skip"
-    assert answer(model) == without != expected
-    assert in_pages(handle) == 0
-    how.does = ""
-    assert answer(model) == expected
-    handle.unpatch()
-
-
-@pytest.mark.parametrize(("number", "does"), [(0, "raise"), (3, "interrupt")])
-def test_a_call_that_raises_in_a_layer_leaves_no_pages(number: int, does: str, sometimes: Any) -> None:
-    model, how = sometimes(number)
-    expected = answer(model)
-    handle = patch(model, memory="16MiB")
+    expected, handle = answer(model), patch(model, memory="16MiB")
     how.does = does
     for beams in (1, 2):
-        with pytest.raises((RuntimeError, KeyboardInterrupt)):
-            answer(model, num_beams=beams)
+        if does == "skip":
+            assert answer(model, num_beams=beams) != expected
+        else:
+            with pytest.raises((RuntimeError, KeyboardInterrupt)):
+                answer(model, num_beams=beams)
         assert in_pages(handle) == 0
     how.does = ""
     assert answer(model) == expected

@@ -170,28 +170,13 @@ def test_a_cache_that_has_lost_its_padding_takes_calls_without_a_mask(llama: Any
         torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("llama", None), ("llama", "int4"), ("deepseek_v3", "int8"), ("falcon", "fp8_e4m3")]
+)
 @torch.no_grad()
-def test_keys_and_values_lie_in_columns_of_the_host(llama: Any) -> None:
-    mask = torch.cat([shown("middle", 8, 2, 1), shown("right", 4, 2, 1)], 1)
-    ids, theirs = prompts(12, (0, 0))["input_ids"], DynamicCache(config=llama.config)
-    llama(ids, attention_mask=mask, **{CACHE: theirs})
-    handle = patch(llama, memory="16MiB")
-    with PagedCache(llama.config, pool=handle.pool) as cache:
-        llama(ids, attention_mask=mask, **{CACHE: cache})
-        for layer in range(2):
-            for name in ("keys", "values"):
-                found, right = getattr(cache.layers[layer], name), getattr(theirs.layers[layer], name)
-                assert not found.transpose(1, 2)[mask == 0].any()
-                real = mask == 1
-                torch.testing.assert_close(found.transpose(1, 2)[real], right.transpose(1, 2)[real], atol=1e-4, rtol=0)
-    handle.unpatch()
-
-
-@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "int4"), ("deepseek_v3", "int8"), ("falcon", "fp8_e4m3")])
-@torch.no_grad()
-def test_pages_of_fewer_bits_are_gathered_in_the_shapes_of_the_host(name: str, kv_dtype: str) -> None:
+def test_keys_and_values_lie_in_columns_of_the_host(name: str, kv_dtype: str | None) -> None:
     model = model_of(name, num_hidden_layers=2)
-    mask = torch.cat([shown("right", 8, 2, 1), shown("left", 4, 2, 2)], 1)
+    mask = torch.cat([shown("middle", 8, 2, 1), shown("left", 4, 2, 2)], 1)
     ids, theirs = prompts(12, (0, 0))["input_ids"], DynamicCache(config=model.config)
     model(ids, attention_mask=mask, **{CACHE: theirs})
     alone = PagedCache(model.config, memory="1MiB", kv_dtype=kv_dtype)
@@ -204,8 +189,9 @@ def test_pages_of_fewer_bits_are_gathered_in_the_shapes_of_the_host(name: str, k
             for name in ("keys", "values"):
                 found, right = getattr(cache.layers[layer], name), getattr(theirs.layers[layer], name)
                 assert found.shape == right.shape
+                assert cache is alone or not found.transpose(1, 2)[mask == 0].any()
                 error = (found - right).transpose(1, 2)[mask == 1]
-                assert layer or error.abs().mean() < 0.2 * right.abs().mean()
+                assert layer or error.abs().mean() < (0.2 if kv_dtype else 1e-6) * right.abs().mean()
         cache.close()
     handle.unpatch()
 
