@@ -168,64 +168,6 @@ def test_requests_without_tokens_and_with_more_queries_than_tokens() -> None:
         close(lse[1:], want_lse / math.log(2))
 
 
-def test_a_plan_for_cuda_graphs_keeps_its_tensors() -> None:
-    """A graph replays `run` with the tensors of the first plan: they stay where they are, with bounds for each plan."""
-    torch.manual_seed(6)
-    pool = Pool("HND", True)
-    buffers = (
-        torch.zeros(4, dtype=torch.int32),
-        torch.full((F,), -1, dtype=torch.int32),
-        torch.zeros(3, dtype=torch.int32),
-    )
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND", True, False, *buffers)
-    assert wrapper.is_cuda_graph_enabled
-    short = (int32([0, 1, 2, 3]), pool.indices[[0, 3, 4]], int32([3, 8, 5]))
-    q, batches = torch.randn(3, H, D), []
-    for tables, lengths in ((short, [3, 8, 5]), (pool.tables, LENGTHS), (short, [3, 8, 5])):
-        wrapper.plan(*tables, *pool.sizes, **FLOAT)
-        assert wrapper._plan is not None
-        batch = wrapper._plan.batch
-        batches.append((batch.block_table.data_ptr(), batch.seq_lens.data_ptr(), batch.max_seqlen_k))
-        assert buffers[1][: len(tables[1])].tolist() == tables[1].tolist()
-        out = wrapper.run(q, pool.cache)
-        for b, n in enumerate(lengths):
-            want, _ = attention(q[b : b + 1], pool.keys[b][:n], pool.values[b][:n])
-            close(out[b : b + 1], want)
-    assert len(set(batches)) == 1
-    with pytest.raises(InvalidRequest, match="the buffers are for 3 requests"):
-        wrapper.plan(int32([0, 1]), pool.indices[:1], int32([1]), *pool.sizes, **FLOAT)
-    with pytest.raises(InvalidRequest, match="6 queries and pages of 8 tokens; .* planned first with 3 queries"):
-        wrapper.plan(*pool.tables, *pool.sizes, **FLOAT, q_len_per_req=2)
-    with pytest.raises(InvalidRequest, match="3 queries and pages of 16 tokens"):
-        wrapper.plan(*pool.tables, H, K, D, 16, **FLOAT)
-    torch.testing.assert_close(wrapper.run(q, pool.cache), out)
-    with pytest.raises(InvalidRequest, match="needs the buffers of all tables"):
-        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
-    with pytest.raises(InvalidRequest, match="a buffer of indptr has 3 entries; for 3 requests it must have one more"):
-        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND", True, False, buffers[0][:3], *buffers[1:])
-
-
-def test_a_prefill_plan_for_cuda_graphs_takes_fewer_queries() -> None:
-    torch.manual_seed(9)
-    pool, q = Pool("NHD", True), torch.randn(9, H, D)
-    names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-    buffers = {name: torch.zeros(size, dtype=torch.int32) for name, size in zip(names, (4, 4, F, 3), strict=True)}
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True, **buffers)
-    addresses = set()
-    for counts in ([3, 2, 4], [1, 1, 2]):
-        starts = int32([0, *itertools.accumulate(counts)])
-        wrapper.plan(starts, *pool.tables, *pool.sizes, causal=True, **FLOAT)
-        assert wrapper._plan is not None
-        addresses.add(wrapper._plan.batch.cu_seqlens_q.data_ptr())
-        assert buffers["qo_indptr_buf"].tolist() == starts.tolist()
-        out = wrapper.run(q[: sum(counts)], pool.cache)
-        for b in range(3):
-            mine = slice(int(starts[b]), int(starts[b + 1]))
-            want, _ = attention(q[mine], pool.keys[b], pool.values[b], causal=True)
-            close(out[mine], want)
-    assert len(addresses) == 1
-
-
 def test_a_plan_keeps_no_tensor_of_the_caller() -> None:
     torch.manual_seed(10)
     pool, q = Pool("NHD", True), torch.randn(6, H, D)
@@ -374,6 +316,8 @@ def test_an_order_or_an_option_that_is_not_served_is_refused() -> None:
     pool, prefill = Pool("NHD", True), BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     with pytest.raises(InvalidRequest, match=r"run\(\) before plan\(\)"):
         prefill.run(torch.zeros(3, H, D), pool.cache)
+    with pytest.raises(InvalidRequest, match="use_cuda_graph of flashinfer is not served"):
+        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
     with pytest.raises(InvalidRequest, match="prefix_len_ptr of flashinfer is not served"):
         prefill.plan(int32([0, 1, 2, 3]), *pool.tables, *pool.sizes, prefix_len_ptr=int32([1, 2]))
     prefill.plan(int32([0, 1, 2, 3]), *pool.tables, *pool.sizes, **FLOAT, block_tables=int32([1, 2]), rope_theta=1e4)

@@ -38,35 +38,16 @@ class _Plan:
 
 
 class _PagedWrapper:
-    """A wrapper: `plan` makes the tables of a step once, and `run` reads them for each layer.
+    """A wrapper: `plan` makes the tables of a step once, and `run` reads them for each layer."""
 
-    fixed: the buffers of the caller for the tables that `plan` gets, indptr, indices and last_page_len first. With
-           them, `plan` writes to the same tensors in each step, so that a CUDA graph may replay `run`.
-    """
-
-    def __init__(
-        self, workspace: Tensor, kv_layout: str, fixed: tuple[Tensor | None, ...] | None, jit_args: object
-    ) -> None:
+    def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool, jit_args: object) -> None:
         stand_in.check_order(kv_layout)
-        stand_in.refuse("flashinfer", jit_args=jit_args)
-        if fixed is not None:
-            if not all(isinstance(buffer, Tensor) for buffer in fixed):
-                raise InvalidRequest("use_cuda_graph needs the buffers of all tables that plan() gets")
-            for starts in (fixed[0], *fixed[3:]):
-                if starts is not None and fixed[2] is not None and len(starts) != len(fixed[2]) + 1:
-                    raise InvalidRequest(
-                        f"a buffer of indptr has {len(starts)} entries; for {len(fixed[2])} requests it must have one "
-                        "more"
-                    )
+        stand_in.refuse("flashinfer", jit_args=jit_args, use_cuda_graph=use_cuda_graph)
         self.device: torch.device = workspace.device
         self._kv_layout: str = kv_layout
-        self._fixed: tuple[Tensor | None, ...] | None = fixed
         self._plan: _Plan | None = None
 
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Return whether a CUDA graph may replay `run`."""
-        return self._fixed is not None
+    is_cuda_graph_enabled: bool = False
 
     @property
     def _planned(self) -> _Plan:
@@ -104,18 +85,11 @@ class _PagedWrapper:
             at = int((batch.seq_lens < least).int().argmax())
             raise InvalidRequest(f"request {at} has {int(batch.seq_lens[at])} tokens, fewer than {least} queries")
         if mask is not None:
-            if self._fixed is not None:
-                raise InvalidRequest("a custom mask in a wrapper for CUDA graphs: its tensor changes with each plan")
             options["tree_mask"] = tree_mask(mask, batch.cu_seqlens_q, batch.seq_lens).to(self.device)
         if split_pages is not None and split_pages > 0:
             options["split_tokens"] = split_pages * S
         num_queries = int(batch.cu_seqlens_q[-1])
-        if self._fixed is None:
-            batch = replace(
-                batch, seq_lens=batch.seq_lens.to(self.device), cu_seqlens_q=batch.cu_seqlens_q.to(self.device)
-            )
-        else:
-            batch = self._in_buffers(batch, num_queries, tables, S)
+        batch = replace(batch, seq_lens=batch.seq_lens.to(self.device), cu_seqlens_q=batch.cu_seqlens_q.to(self.device))
         dtypes_planned = (q_dtype, kv_dtype, out_dtype)
         self._plan = _Plan(batch, num_queries, (H, K, S, D, Dv), dtypes_planned, scale, window_left, options)
 
@@ -125,35 +99,6 @@ class _PagedWrapper:
                 f"pos_encoding_mode is {pos_encoding_mode!r}; give 'NONE', and turn keys before storing them"
             )
         return {"causal": bool(causal), "softcap": stand_in.softcap_of(soft_cap)}
-
-    def _in_buffers(
-        self, batch: PagedBatch, num_queries: int, tables: tuple[Tensor, Tensor, Tensor], S: int
-    ) -> PagedBatch:
-        """Copy the tables of a step to tensors that stay where they are, with bounds that hold for every step."""
-        buffers: Any = self._fixed
-        B, most_pages, planned = len(buffers[2]), len(buffers[1]), self._plan
-        if len(batch.seq_lens) != B or len(tables[1]) > most_pages:
-            raise InvalidRequest(
-                f"{len(batch.seq_lens)} requests of {len(tables[1])} pages; the buffers are for {B} requests, in each "
-                f"plan, and up to {most_pages} pages"
-            )
-        if planned is not None and (num_queries > planned.batch.max_seqlen_q or planned.sizes[2] != S):
-            raise InvalidRequest(
-                f"{num_queries} queries and pages of {S} tokens; this wrapper for CUDA graphs was planned first with "
-                f"{planned.batch.max_seqlen_q} queries, which are the most, and pages of {planned.sizes[2]}"
-            )
-        for buffer, values in zip(buffers, (*tables, batch.cu_seqlens_q), strict=False):
-            buffer[: len(values)].copy_(values)
-        if planned is None:
-            shapes: Any = ((B, most_pages), (B,), (B + 1,))
-            table, lengths, starts = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
-            kept = PagedBatch(table, lengths, starts, max_seqlen_q=num_queries, max_seqlen_k=most_pages * S)
-        else:
-            kept = planned.batch
-        kept.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
-        kept.seq_lens.copy_(batch.seq_lens)
-        kept.cu_seqlens_q.copy_(batch.cu_seqlens_q)
-        return kept
 
     def run(
         self,
@@ -251,9 +196,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        super().__init__(float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, jit_args)
-        self.use_tensor_cores = use_tensor_cores
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
 
     def plan(
         self,
@@ -320,8 +263,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, qo_indptr_buf)
-        super().__init__(float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
 
     def plan(
         self,

@@ -90,7 +90,7 @@ def test_no_block_is_handed_out_twice(policy: str) -> None:
     for block in blocks:
         block.block_hash_num_tokens = dice.randrange(10**6)
     queue, used = FrameQueue(blocks, FramePool(24, key_bytes=4, policy=policy)), list[Any]()
-    for _ in range(600):
+    for _ in range(200):
         used += queue.popleft_n(dice.randint(0, min(6, queue.num_free_blocks)))
         dice.shuffle(used)
         found, used = used[: (n := dice.randint(0, 6))], used[n:]
