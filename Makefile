@@ -106,7 +106,7 @@ test-vllm-next: vllm-env ## the same in the Python of a later vLLM (VLLM_NEXT=0.
 	@cd $(VENV)-vllm/run && PYTHONPATH=$(NEXT) VLLM_SOURCES=$(NEXT) ../bin/python -m pytest --quiet \
 		-p no:cacheprovider -m "not gpu" $(VLLM_TESTS)
 
-test-distributed: $(STAMPS)/dev compiled test-ray ## several processes, with their slow tests: processes that are killed, NIXL, Ray
+test-distributed: $(STAMPS)/dev compiled test-ray ## pages that go between processes by NIXL, and replicas behind Ray
 	@$(PIP) --no-deps nixl nixl-cu12 || echo 'no nixl for this machine: its tests are skipped'
 	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
 
