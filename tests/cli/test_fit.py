@@ -140,7 +140,7 @@ def test_a_hostile_checkpoint_gives_figures_or_one_line(command, tmp_path, name)
 
 
 def test_a_name_is_looked_up_in_the_cache_of_the_hub(fit, command, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--owner--name"
     shutil.copytree(BUNDLED, folder / "snapshots/abc")
     (folder / "refs").mkdir()

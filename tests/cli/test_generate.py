@@ -338,8 +338,11 @@ def test_options_of_the_pool_reach_the_engine(command, monkeypatch):
 
 def test_a_draft_model_is_looked_up_in_the_cache_of_the_hub(command, tmp_path, monkeypatch):
     plain = command("generate", "--speculate", "draft", "--json").out
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    shutil.copytree(BUNDLED / "draft", tmp_path / "models--owner--draft/snapshots/abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--draft"
+    shutil.copytree(BUNDLED / "draft", folder / "snapshots/abc")
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("abc")
     found = json.loads(command("generate", "--speculate", "owner/draft", "--json").out)
     assert (found["text"], found["acceptance"]) == (DEMO_ANSWER, json.loads(plain)["acceptance"])
     assert found["acceptance"] > 0
