@@ -150,7 +150,7 @@ def test_a_tier_that_raises_keeps_no_other_from_forgetting_and_closing(tmp_path:
     disk = DiskTier(tmp_path, "1MiB")
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[Rude(), disk]))
     world.cache.set_quota(b"acme", hard=8)
-    assert disk._slots.usage(disk._charged(b"acme")).hard > 0
+    assert disk._slots.stats().tenants[disk._charged(b"acme")].hard > 0
     world.run(IDS)
     assert world.cache.tiers.flush(20)
     world.cache.forget()
@@ -474,7 +474,7 @@ def test_a_resize_that_fails_drops_no_page_and_one_that_succeeds_moves_the_quota
     world.cache.resize(800)
     assert world.cache.tiers.flush(20)
     assert host.stats().stored == 80
-    assert host._slots.usage(b"a").hard == 160 // 8
+    assert host._slots.stats().tenants[b"a"].hard == 160 // 8
     world.cache.tiers.close()
 
 
@@ -486,7 +486,7 @@ def test_a_small_tier_keeps_what_was_used_last_and_a_tenant_keeps_within_its_sha
     for turn in range(6):
         world.run(list(range(100 * turn, 100 * turn + 13)), b"small")
         assert cache.tiers.flush(20)
-    used = tier._slots.usage(tier._charged(b"small")).used
+    used = tier._slots.stats().tenants[tier._charged(b"small")].used
     assert 1 <= used <= 5
     cache.tiers.close()
 
@@ -511,7 +511,7 @@ def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_la
         last = tier._slots.names(order[-10:])
         for _ in range(2):  # a second quota charges no page twice
             world.cache.set_quota(b"acme", hard=4)  # a quarter of the pool, so ten slots
-            assert tier._slots.usage(tier._charged(b"acme")).used == 10
+            assert tier._slots.stats().tenants[tier._charged(b"acme")].used == 10
         tier._slots.check()
         assert tier.stats().pages == 10 + 9
         kept = [slot for slot in tier._slots.victims(40).tolist() if slot in order]
