@@ -4,10 +4,9 @@ Run: python examples/prefix_and_forks.py
 """
 
 from pagedkv import AddressSpace, KVSpec, PagedKVCache
-from pagedkv.core import Observe
 
 spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=16, block_size=4, dtype="float32")
-cache = PagedKVCache(spec, num_frames=64, observe=Observe(events=1024))
+cache = PagedKVCache(spec, num_frames=64, events=1024)
 
 
 def compute(space: AddressSpace, tokens: list[int]) -> None:

@@ -330,7 +330,7 @@ def test_the_check_of_private_state_sees_what_it_should(source):
 
 
 def private_uses(source: str) -> list[str]:
-    """Return each expression that reaches into a manager, as a cache is: its `state`, or a name that begins with `_`."""
+    """Return each expression that reaches into a manager or cache: its `state`, or a name that begins with `_`."""
     return [
         ast.unparse(node)
         for node in ast.walk(ast.parse(source))

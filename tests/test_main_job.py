@@ -141,7 +141,7 @@ def swap_keys(engine: Engine, frame: int, other: int) -> None:
 
 def misplace(engine: Engine, frame: int, other: int) -> None:
     """Replace `frame` by `other` in all page tables."""
-    state = engine.cache.manager.state
+    state = engine.cache.state
     state.table[state.table == frame] = other
 
 

@@ -6,9 +6,9 @@
         out = paged_attention(q, cache[layer], batch[layer])
     cache.commit(batch, token_ids)                  the tokens belong to their sequences: later prompts find them
 
-Every method that is about frames, spaces or tenants forwards to MemoryManager, where its law is written. This file adds
-no rule to core: it keeps bytes and integers in step. It knows which frames are free and which moved; it must not know
-how core decides that.
+The cache is a MemoryManager: what is about frames, spaces, pins or tenants is inherited, and its law is written there.
+This file adds no rule to core: it keeps bytes and integers in step. It knows which frames are free and which moved; it
+must not know how core decides that.
 
 Layers with different windows form groups: a list of KVSpecs, one for each group, and `layer_groups`, the group of each
 layer of the model. See core/tables/layer_groups.py.
@@ -35,18 +35,13 @@ from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.poison import Poison
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
-from pagedkv.core import Group, MemoryManager, Stats
+from pagedkv.core import Group, MemoryManager
 from pagedkv.core.arguments import whole
-from pagedkv.core.handles import AddressSpace, Pin, Plan
+from pagedkv.core.handles import Plan
 from pagedkv.core.manager import Counts, Spaces
-from pagedkv.core.observe.misses import Miss
-from pagedkv.core.observe.stats import Usage
-from pagedkv.core.prefix.events import Event, Snapshot
-from pagedkv.core.recovery import Assignment, Recovered
-from pagedkv.core.spaces.awaited import Awaited
-from pagedkv.core.spaces.opening import Opened, Salt
+from pagedkv.core.recovery import Assignment
+from pagedkv.core.spaces.opening import Salt
 from pagedkv.core.state import I32
-from pagedkv.core.thread_guard import Unique
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.kernels import quant, registry
 from pagedkv.kernels.args import KVLayer
@@ -64,7 +59,7 @@ _LOG = logging.getLogger(__name__)
 BoundCall = TypeVar("BoundCall", BoundAttention, BoundWrite)
 
 
-class PagedKVCache(Unique):
+class PagedKVCache(MemoryManager):
     """The KV cache of one model: `cache[layer]` and `batch[layer]` for the kernels, `plan` and `commit` for the loop.
 
     spec:         the geometry, or a list with that of each layer group. A group gives back frames behind its window
@@ -111,8 +106,8 @@ class PagedKVCache(Unique):
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
         self.tiers: TierStack = TierStack(tiers, write_back, model=model, rank=rank)
         self.tiers.require_events(manager_options, frames)
-        self.manager: MemoryManager = MemoryManager(frames, self.spec.block_size, **manager_options)
-        _refuse_other_groups(self.manager.groups, self.specs)
+        super().__init__(frames, self.spec.block_size, **manager_options)
+        _refuse_other_groups(self.groups, self.specs)
         self.kernel: Kernel = registry.choose(self.spec, str(self.device), kernels)
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
         self.backend: str | None = self.kernel.name if forced else None
@@ -123,13 +118,8 @@ class PagedKVCache(Unique):
         self._resized: list[Callable[[PagedKVCache], object]] = []
         self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
-        self._poison = Poison(self.manager, skips_fresh=not self._has_size)
-        self.tiers.attach(self.manager, self.storage.frames, self.specs, self.layer_groups)
-
-    @property
-    def num_frames(self) -> int:
-        """Frames in the pool."""
-        return self.manager.num_frames
+        self._poison = Poison(self, skips_fresh=not self._has_size)
+        self.tiers.attach(self, self.storage.frames, self.specs, self.layer_groups)
 
     @property
     def limit(self) -> int:
@@ -142,11 +132,6 @@ class PagedKVCache(Unique):
         For owners of CUDA graphs and of `cache[layer]`: both name the old pool then.
         """
         self._resized.append(callback)
-
-    @property
-    def has_plans(self) -> bool:
-        """True while a plan is outstanding."""
-        return self.manager.has_plans
 
     @property
     def frame_bytes(self) -> int:
@@ -183,44 +168,6 @@ class PagedKVCache(Unique):
         self._bound[call] = layer  # until `call` is collected
         return call
 
-    # -- spaces --------------------------------------------------------------------------------------------------------
-
-    @breaks_graph
-    def open(
-        self,
-        token_ids: Sequence[int] | npt.NDArray[np.integer] = (),
-        *,
-        tenant: bytes = b"",
-        salt: Salt = b"",
-    ) -> AddressSpace:
-        """Open a space that maps the longest known prefix of `token_ids`. See MemoryManager.open.
-
-        The handle has the verbs of one sequence: fork, truncate, punch, release.
-        """
-        return self.manager.open(token_ids, tenant=tenant, salt=salt)
-
-    @breaks_graph
-    def open_batch(
-        self,
-        rows: Sequence[Sequence[int] | npt.NDArray[np.integer]],
-        *,
-        tenant: bytes | Sequence[bytes] = b"",
-        salt: Salt | Sequence[Salt] = b"",
-        pads: Sequence[int] | npt.NDArray[np.integer] | None = None,
-    ) -> Opened:
-        """Open a space for each prompt, all or none; say how many leading columns are known in every row.
-
-        pads: how many columns of padding stand before each row of a rectangle. See MemoryManager.open_batch.
-        """
-        return self.manager.open_batch(rows, tenant=tenant, salt=salt, pads=pads)
-
-    @breaks_graph
-    def lookup(
-        self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
-    ) -> int:
-        """Return how many of `token_ids` `open` would map now, and change nothing. See MemoryManager.lookup."""
-        return self.manager.lookup(token_ids, tenant=tenant, salt=salt)
-
     @breaks_graph
     def fetch(
         self,
@@ -241,27 +188,6 @@ class PagedKVCache(Unique):
         """
         return self.tiers.fetch(self, token_ids, tenant, salt, timeout, hold)
 
-    @breaks_graph
-    def awaited(
-        self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
-    ) -> Awaited | None:
-        """Return the longest prefix of `token_ids` that an open space will publish. See MemoryManager.awaited."""
-        return self.manager.awaited(token_ids, tenant=tenant, salt=salt)
-
-    def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
-        """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
-        return self.manager.why(token_ids, tenant=tenant, salt=salt)
-
-    @breaks_graph
-    def reorder(
-        self, spaces: Sequence[AddressSpace], index: Sequence[int] | npt.NDArray[np.integer]
-    ) -> list[AddressSpace]:
-        """Return a continuation of `spaces[index[i]]` for each entry, and release the rest. See MemoryManager.reorder.
-
-        No bytes are copied: the next plan copies shared tails before they are written.
-        """
-        return self.manager.reorder(spaces, index)
-
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def fixed_batch(self, num_sequences: int, max_seqlen_k: int) -> FixedBatch:
@@ -275,7 +201,9 @@ class PagedKVCache(Unique):
         return FixedBatch(num_sequences, max_seqlen_k, len(self.specs), self.device)
 
     @breaks_graph
-    def plan(self, batch: Spaces, counts: Counts, *, into: FixedBatch | None = None) -> PlannedBatch:
+    def plan(  # type: ignore[override]
+        self, batch: Spaces, counts: Counts, *, into: FixedBatch | None = None
+    ) -> PlannedBatch:
         """Map frames for `counts[i]` new tokens of each space, and copy shared tails. See MemoryManager.plan.
 
         into: tensors of `fixed_batch` for a decode step; None for new ones.
@@ -285,7 +213,7 @@ class PagedKVCache(Unique):
         """
         while True:
             try:
-                plan = self.manager.plan(batch, counts)
+                plan = super().plan(batch, counts)
                 break
             except OutOfFrames as lack:
                 if not (self.tiers.release_for(lack) or self._grow(lack)):
@@ -293,17 +221,17 @@ class PagedKVCache(Unique):
         try:
             if into is not None:
                 into.check(plan.counts.tolist(), int(plan.seq_lens.max(initial=0)))
-            self._poison.fill(self.storage)
+            self._poison.fill(self, self.storage)
             if len(plan.splits):
                 copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
                 self._copy_frames(self.storage.frames, copies)
             return planned_batch(plan, self.layer_groups, self._mirror, self.spec.block_size, into)
         except BaseException:  # the caller has no plan to abort
-            self.manager.abort(plan)
+            super().abort(plan)
             raise
 
     @breaks_graph
-    def commit(
+    def commit(  # type: ignore[override]
         self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer] | None,
         counts: Counts | None = None, *, keep_planned: bool = False,
     ) -> None:  # fmt: skip
@@ -311,51 +239,22 @@ class PagedKVCache(Unique):
 
         keep_planned: whether planned tokens beyond `counts` stay planned, or are rolled back. See MemoryManager.commit.
         """
-        self.manager.commit(_plan_of(batch, "commit"), token_ids, counts, keep_planned=keep_planned)
+        super().commit(_plan_of(batch, "commit"), token_ids, counts, keep_planned=keep_planned)
         if self.tiers:
             self.tiers.pump()
 
     @breaks_graph
-    def abort(self, batch: PlannedBatch) -> None:
+    def abort(self, batch: PlannedBatch) -> None:  # type: ignore[override]
         """Undo `plan`, whether the kernels of the batch ran or not: every sequence is as long as before.
 
         `plan` has copied shared tail pages, so each sequence that got a copy keeps it: split tails stay split. This is
         MemoryManager.abort with copied=True.
         """
-        self.manager.abort(_plan_of(batch, "abort"), copied=True)
-
-    # -- frames that must stay or may go -------------------------------------------------------------------------------
-
-    def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
-        """Keep the full pages of a space, or published frames (int32 [n]), until `unpin`. See MemoryManager.pin."""
-        return self.manager.pin(what, owner=owner, deadline=deadline)
-
-    def unpin(self, pin: Pin) -> None:
-        """Give back the frames of `pin`. See MemoryManager.unpin."""
-        self.manager.unpin(pin)
-
-    def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
-        """Open an epoch: frames dropped from now on are not reused until `advance(epoch)`. See MemoryManager.retire."""
-        self.manager.retire(epoch, batch)
-
-    def advance(self, epoch: int) -> int:
-        """Say that work up to `epoch` has finished; return how many frames that freed. See MemoryManager.advance."""
-        return self.manager.advance(epoch)
-
-    def advise(self, space: AddressSpace, advice: str = "WILLNEED") -> None:
-        """Say what the pages of `space` are worth after its release. See MemoryManager.advise."""
-        self.manager.advise(space, advice)
-
-    def evict(self, count: int) -> int:
-        """Free up to `count` cached frames, in the policy's order; return how many. See MemoryManager.evict."""
-        return self.manager.evict(count)
+        super().abort(_plan_of(batch, "abort"), copied=True)
 
     def forget(self) -> int:
-        """Make all computed pages unfindable, as after an update of the weights; return how many frames that freed.
-
-        See MemoryManager.forget.
-        """
-        freed = self.manager.forget()
+        """Make all computed pages unfindable, those of the tiers too. See MemoryManager.forget."""
+        freed = super().forget()
         self.tiers.forget()
         return freed
 
@@ -372,54 +271,27 @@ class PagedKVCache(Unique):
     @property
     def available(self) -> int:
         """Frames that a plan could take now: free, evictable, held by fetches, or those that the pool may grow by."""
-        return self.manager.available + self.tiers.num_held() + self.limit - self.num_frames
-
-    @property
-    def pending(self) -> int:
-        """Frames that become available when plans and epochs under way end: wait for them rather than preempt."""
-        return self.manager.pending
-
-    @property
-    def reserve(self) -> int:
-        """Frames that `admits` keeps free: the watermark."""
-        return self.manager.reserve
-
-    @property
-    def max_pinned(self) -> int:
-        """Frames that pins may hold."""
-        return self.manager.max_pinned
+        return super().available + self.tiers.num_held() + self.limit - self.num_frames
 
     def available_to(self, tenant: bytes = b"") -> int:
         """Return how many frames a plan for spaces of `tenant` alone could take now. See MemoryManager.available_to."""
-        return self.manager.available_to(tenant) + self.tiers.num_held(tenant)
-
-    def free_to(self, tenant: bytes = b"") -> int:
-        """Return how many frames such a plan could take without evicting any. See MemoryManager.free_to."""
-        return self.manager.free_to(tenant)
+        return super().available_to(tenant) + self.tiers.num_held(tenant)
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
         """Return True if a new sequence may take `num_frames` frames and leave `reserve`. See MemoryManager.admits."""
         num_frames = whole(num_frames, "num_frames")
         more = self.limit - self.num_frames + self.tiers.num_held(tenant)
         return (
-            self.manager.admits(max(0, num_frames - more), tenant=tenant)
-            or num_frames + self.reserve <= self.manager.available_to(tenant) + more  # of which `reserve` stays
+            super().admits(max(0, num_frames - more), tenant=tenant)
+            or num_frames + self.reserve <= super().available_to(tenant) + more  # of which `reserve` stays
         )
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
         """Limit the frames of `tenant`; `spec.frames_in("2GiB")` converts bytes. See MemoryManager.set_quota."""
-        self.manager.set_quota(tenant, hard=hard, soft=soft, protected=protected)
+        super().set_quota(tenant, hard=hard, soft=soft, protected=protected)
         self.tiers.set_quota(tenant, hard)
 
-    def usage(self, tenant: bytes) -> Usage:
-        """Return the frames and limits of a tenant that has a quota. See MemoryManager.usage."""
-        return self.manager.usage(tenant)
-
-    def usages(self) -> dict[bytes, Usage]:
-        """Return `usage` of each tenant that has a quota. See MemoryManager.usages."""
-        return self.manager.usages()
-
-    def resize(self, num_frames: int) -> None:
+    def resize(self, num_frames: int) -> None:  # type: ignore[override]
         """Make the pool larger or smaller and keep its contents. Both pools exist meanwhile. See MemoryManager.resize.
 
         `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew (`on_resize` tells you).
@@ -440,8 +312,8 @@ class PagedKVCache(Unique):
             ]  # fmt: skip
             return [*own, *self.tiers.resized(storage.frames), *itertools.chain(*bound)]
 
-        self.manager.resize(num_frames, move)
-        self._poison.begin()
+        super().resize(num_frames, move)
+        self._poison.begin(self)
         for callback in self._resized:
             callback(self)
 
@@ -452,7 +324,7 @@ class PagedKVCache(Unique):
         """
         size = sizes.grown(self.num_frames, lack.shortfall, self.limit)
         is_enough = size - self.num_frames >= lack.shortfall and not isinstance(lack, QuotaExceeded)
-        if not is_enough or self.manager.has_plans or not self.tiers.lets_grow():
+        if not is_enough or self.has_plans or not self.tiers.lets_grow():
             return False
         before, frame_mib = self.num_frames, self.frame_bytes / 2**20
         try:
@@ -464,60 +336,11 @@ class PagedKVCache(Unique):
         _LOG.info("the pool has grown from %d to %d frames, %.0f MiB", before, size, size * frame_mib)
         return True
 
-    # -- observation and checks ----------------------------------------------------------------------------------------
-
-    @property
-    def prefix_cache(self) -> bool:
-        """True if full pages are published at commit and found again by `open`."""
-        return self.manager.prefix_cache
-
-    def stats(self) -> Stats:
-        """Return the counters. `spec.frame_bytes` turns frames into bytes. See MemoryManager.stats."""
-        return self.manager.stats()
-
-    def free_mask(self) -> npt.NDArray[np.bool_]:
-        """bool [F]: True for a free frame. A copy. See MemoryManager.free_mask."""
-        return self.manager.free_mask()
-
-    def mean_run(self) -> float:
-        """Return how contiguous the frames of open spaces are. See MemoryManager.mean_run."""
-        return self.manager.mean_run()
-
-    def events(self, since: int) -> list[Event]:
-        """Return the changes of the prefix index after event number `since`. See MemoryManager.events."""
-        return self.manager.events(since)
-
-    def events_snapshot(self) -> Snapshot:
-        """Return every findable page, and the number of the last event. See MemoryManager.events_snapshot."""
-        return self.manager.events_snapshot()
-
-    def recover(self) -> Recovered:
-        """Give back the frames of plans, spaces and pins whose handles were dropped. See MemoryManager.recover."""
-        return self.manager.recover()
-
-    def attach(self, asid: int) -> AddressSpace:
-        """Return a handle of a space that `AddressSpace.detach` left without one. See MemoryManager.attach."""
-        return self.manager.attach(asid)
-
-    def own(self) -> None:
-        """Let only the calling thread use this cache from now on. See MemoryManager.own."""
-        self.manager.own()
-
-    def hand_over(self) -> None:
-        """Make the calling thread the owner if there is an owner. See MemoryManager.hand_over."""
-        self.manager.hand_over()
-
-    def disown(self) -> None:
-        """Let any thread use this cache again, one at a time. See MemoryManager.disown."""
-        self.manager.disown()
-
-    def check(self, level: int = 3) -> None:
-        """Prove the invariants. See MemoryManager.check."""
-        self.manager.check(level)
-
     def __repr__(self) -> str:
         specs, gib = self.spec if len(self.specs) == 1 else list(self.specs), self.storage.bytes.numel() / 2**30
-        return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
+        return (
+            f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {super().__repr__()})"
+        )
 
 
 def _refuse_other_groups(groups: Sequence[Group], specs: Sequence[KVSpec]) -> None:

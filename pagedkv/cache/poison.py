@@ -30,22 +30,22 @@ class Poison:
 
     def __init__(self, manager: MemoryManager, *, skips_fresh: bool) -> None:
         self.is_on: bool = debug.level() >= 2
-        self._manager, self._skips_fresh = manager, skips_fresh
-        self.begin()
+        self._skips_fresh = skips_fresh
+        self.begin(manager)
 
-    def begin(self) -> None:
+    def begin(self, manager: MemoryManager) -> None:
         """Set the state that `fill` compares with: no frame is poisoned yet."""
         if self.is_on:
-            self._generations = self._manager.frame_generations()
-            self.poisoned: npt.NDArray[np.bool_] | None = np.zeros(self._manager.num_frames, bool)
+            self._generations = manager.frame_generations()
+            self.poisoned: npt.NDArray[np.bool_] | None = np.zeros(manager.num_frames, bool)
 
-    def fill(self, storage: Storage) -> None:
+    def fill(self, manager: MemoryManager, storage: Storage) -> None:
         """Fill with NaN every frame that is free, or was taken since the last call. Called before any write."""
         if not self.is_on:
             return
         if self.poisoned is None:
-            return self.begin()
-        free, generations = self._manager.free_mask(), self._manager.frame_generations()
+            return self.begin(manager)
+        free, generations = manager.free_mask(), manager.frame_generations()
         stale = (free | (generations != self._generations)) & ~self.poisoned
         if self._skips_fresh:
             stale &= generations > 0

@@ -11,13 +11,12 @@ in wings by subject:
 from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.handles import AddressSpace, Pin, Plan
 from pagedkv.core.manager import MemoryManager
-from pagedkv.core.observation import Observe
 from pagedkv.core.observe.stats import PoolStats, Stats
 from pagedkv.core.prefix.digests import page_digests
 from pagedkv.core.prefix.events import as_array, as_map
 from pagedkv.core.tables.layer_groups import Group
 
 __all__ = [
-    "AddressSpace", "FramePool", "Group", "MemoryManager", "Observe", "Pin", "Plan", "PoolStats", "Stats", "as_array",
+    "AddressSpace", "FramePool", "Group", "MemoryManager", "Pin", "Plan", "PoolStats", "Stats", "as_array",
     "as_map", "page_digests",
 ]  # fmt: skip

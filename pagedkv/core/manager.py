@@ -1,56 +1,64 @@
 """MemoryManager: the door to core. It checks arguments, raises errors and grows the tables.
 
-The compiled functions hold the rules. This file knows spaces, plans and roots; it must not know tensors, models or
-time. One thread calls it; a second thread that calls during another call is refused (thread_guard.py).
+The compiled functions hold the rules. This file knows spaces, plans, pins and roots; it must not know tensors, models
+or time. One thread calls it; a second thread that calls during another call is refused (thread_guard.py). Handles that
+are dropped, and interrupts, are the subject of recovery.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import debug
 from pagedkv.core import state as st
+from pagedkv.core import tenants
 from pagedkv.core.arguments import (
     asid_row,
     count_row,
     flag,
+    frame_row,
+    real,
+    salt_row,
+    tenant_name,
     token_row,
     unnamed_row,
     whole,
 )
 from pagedkv.core.check.laws import Expected, check_state
-from pagedkv.core.handles import AddressSpace, Plan, Step
-from pagedkv.core.observation import Observe
-from pagedkv.core.observe.stats import Stats, gather, mean_run
-from pagedkv.core.pins import PinMixin
+from pagedkv.core.handles import AddressSpace, Pin, Plan, Step
+from pagedkv.core.observe.misses import Miss, explain, known_tokens
+from pagedkv.core.observe.stats import Stats, Usage, gather, mean_run, usages_of
 from pagedkv.core.policies import Policy, advised, chosen, install
 from pagedkv.core.pool import epochs
-from pagedkv.core.prefix.roots import Roots
-from pagedkv.core.recovery import Assignment, assign_together
-from pagedkv.core.spaces.awaited import OpenPrompts
-from pagedkv.core.spaces.opening import OpeningMixin
-from pagedkv.core.spaces.reordering import ReorderMixin
-from pagedkv.core.state import I32
+from pagedkv.core.pool.frames import pending
+from pagedkv.core.prefix.events import Changes, Event, EventLog, Snapshot
+from pagedkv.core.prefix.roots import Roots, Salts
+from pagedkv.core.recovery import Assignment, Recovered, Registry, assign_together
+from pagedkv.core.spaces.awaited import Awaited, OpenPrompts
+from pagedkv.core.spaces.opening import Opened, Salt, first_end, for_each, listed, up_to_one_column
+from pagedkv.core.spaces.reordering import continuations
+from pagedkv.core.state import I32, FrameViews
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_rows, group_tuple
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.step_errors import refuse_ids, refuse_plan, refuse_settling
-from pagedkv.core.tenants import pool_share
-from pagedkv.core.thread_guard import exclusive
+from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
-
+Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 Move = Callable[[npt.NDArray[np.int64], I32], Iterable[Assignment]]
 
 
-class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
+class MemoryManager(ThreadGuard):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", or an object of
@@ -58,7 +66,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
     prefix_cache: publish full pages at commit and map them again for equal prefixes.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
-    observe:      records that the manager makes of itself, see Observe; none by default.
+    events:       number of the last events kept for `events(since)`, 16 + 4 x block_size bytes each.
     groups:       the layer groups, each with page tables of its own over the one pool, see Group; by default one group
                   without a window.
     Raises:       InvalidRequest for sizes or options that make no sense.
@@ -73,25 +81,20 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         prefix_cache: bool = True,
         watermark: float = 0.0,
         max_pinned: float = 0.5,
-        observe: Observe | None = None,
+        events: int = 0,
         groups: Sequence[Group] = (Group(),),
     ) -> None:
         self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
         self.block_size: int = whole(block_size, "block_size", 1, 2**31)
         self.policy: Policy = chosen(policy)
-        self._watermark = pool_share(watermark, "watermark")
-        self._most_pinned = pool_share(max_pinned, "max_pinned")
+        self._watermark = tenants.pool_share(watermark, "watermark")
+        self._most_pinned = tenants.pool_share(max_pinned, "max_pinned")
         self.groups: tuple[Group, ...] = group_tuple(groups)
-        self._begin_observation(observe)
-        publishing, events = flag(prefix_cache, "prefix_cache"), self._observe.events
+        publishing, num_events = flag(prefix_cache, "prefix_cache"), whole(events, "events", 0, 2**31)
         rows = group_rows(self.groups)
         try:
             self.state: st.State = st.new_state(
-                self.num_frames,
-                rows,
-                block_size=self.block_size,
-                publishing=publishing,
-                events=events,
+                self.num_frames, rows, block_size=self.block_size, publishing=publishing, events=num_events
             )
         except (MemoryError, ValueError) as error:
             raise InvalidRequest(
@@ -99,22 +102,96 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             ) from None
         install(self.policy, self.state.reg)
         self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
-        self._roots, self._open_prompts = Roots(), OpenPrompts()
+        self._roots, self._open_prompts, self._log = Roots(), OpenPrompts(), EventLog()
         self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
         self._proves = debug.level() >= 3  # read once: the environment takes a tenth of a small step
-        self._begin_recovery()
+        self._registry = Registry()
+        self._restoring: ref[_Restoring] | None = None
         self._begin_guard()
 
-    # -- spaces --------------------------------------------------------------------------------------------------------
+    # -- spaces: open and close ----------------------------------------------------------------------------------------
+
+    @exclusive
+    def open(self, token_ids: Tokens = (), *, tenant: bytes = b"", salt: Salt = b"") -> AddressSpace:
+        """Open a space that maps the longest known prefix of `token_ids`; its `len(space)` tokens need no computation.
+
+        At least one token is left to compute, since the caller needs its logits. Equal tokens of different tenants
+        never match each other.
+        salt: identity besides the tokens: the digest of an adapter, as bytes, or {position: digest} of images and
+              other media. From the page of a position on, prompts match only with an equal salt there.
+        Raises: InvalidRequest if the ids are not one row of int32 numbers
+        """
+        self._registry.report_lost(self.state)
+        ids, tenant, salts = token_row(token_ids), tenant_name(tenant), () if salt == b"" else salt_row(salt)
+        self._grow_tables(pages=len(ids) // self.block_size + 1)
+        return self._open(ids, tenant, salts, len(ids))
+
+    @exclusive
+    def open_batch(
+        self,
+        rows: Sequence[Tokens],
+        *,
+        tenant: bytes | Sequence[bytes] = b"",
+        salt: Salt | Sequence[Salt] = b"",
+        pads: Tokens | None = None,
+    ) -> Opened:
+        """Open a space for each prompt of `rows`, as `open` does: for all of them or for none.
+
+        tenant, salt: for all rows, or a list with one for each row.
+        pads: for a host that computes rectangles: how many columns of padding stand before each row. Each space then
+              ends at the last column up to which all rows are known, and a window sees the pages before that column.
+        Raises: as `open`; InvalidRequest if a list has not one entry for each row. Nothing was changed then
+        """
+        self._registry.report_lost(self.state)
+        ids = [token_row(row) for row in listed(rows, "rows")]
+        names = [tenant_name(one) for one in for_each(tenant, len(ids), "tenant")]
+        salts = [salt_row(one) for one in for_each(salt, len(ids), "salt")]
+        columns = None if pads is None else [whole(pad, "a pad") for pad in for_each(pads, len(ids), "pads")]
+        prompts = list(zip(names, salts, ids, strict=True))
+        most = list(map(len, ids))
+        if columns is not None:
+            most = up_to_one_column(self.state, self._roots, prompts, columns)
+        self._grow_tables(pages=max(map(len, ids), default=0) // self.block_size + 1, spaces=len(ids))
+        spaces: list[AddressSpace] = []
+        try:
+            for (name, own, row), length in zip(prompts, most, strict=True):
+                spaces.append(self._open(row, name, own, length))
+        except BaseException:
+            for space in spaces:
+                page_tables.release_space(self.state, space.asid)
+            raise
+        lengths = [int(self.state.spaces["length"][space.asid]) for space in spaces]
+        return Opened(spaces, first_end(lengths, columns or [0] * len(ids)))
 
     @exclusive
     def fork(self, space: AddressSpace) -> AddressSpace:
         """See AddressSpace.fork."""
-        self._report_lost()
+        self._registry.report_lost(self.state)
         asid = self._settled_asid(space, "fork")
         self._grow_tables()
-        child = page_tables.fork_space(self.state, asid)
-        return self._opened(child, int(self.state.spaces["generation"][child]))
+        return self._opened(page_tables.fork_space(self.state, asid))
+
+    @exclusive
+    def reorder(self, spaces: Sequence[AddressSpace], index: Tokens) -> list[AddressSpace]:
+        """Return a space for each entry of `index`: one that goes on where `spaces[index[i]]` is.
+
+        The first use of a space is the space itself, its handle included. Each further use is a fork. A space that is
+        not used is released. No frame is taken or copied: the first write to a shared page copies it, see fork.
+        O(pages of the forks and of the released spaces).
+        Raises: InvalidRequest for an index that names no space, or a space named twice in `spaces`; StaleHandle;
+                PlanConflict while a plan of a space that would be forked is outstanding. Nothing was changed then.
+        """
+        self._registry.report_lost(self.state)
+        asids = [self._asid(space) for space in self._require_spaces(spaces)]
+        sources, repeats, unused = continuations(asids, index)
+        forked = np.array([self._settled_asid(spaces[sources[place]], "reorder") for place in repeats], np.int32)
+        self._grow_tables(spaces=len(forked))
+        page_tables.reorder_spaces(self.state, forked, unused)
+        self._forget_closed(unused.tolist())  # forks were made first, so none has the number of a released space
+        result = [spaces[at] for at in sources]
+        for place, child in zip(repeats, forked.tolist(), strict=True):
+            result[place] = self._opened(child)
+        return result
 
     @exclusive
     def truncate(self, space: AddressSpace, length: int) -> None:
@@ -135,7 +212,61 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
     @exclusive
     def release(self, space: AddressSpace) -> None:
         """See AddressSpace.release."""
-        self._release([self._releasable(space)])
+        page_tables.release_space(self.state, self._releasable(space))
+        self._forget_closed([space.asid])
+
+    @exclusive
+    def detach(self, space: AddressSpace) -> None:
+        """See AddressSpace.detach."""
+        self._registry.spaces[self._asid(space)] = space.generation
+
+    @exclusive
+    def attach(self, asid: int) -> AddressSpace:
+        """Return a handle of the open space `asid`, which `detach` left without one.
+
+        Raises: InvalidRequest if no detached space has this number
+        """
+        if not self._registry.is_detached(self.state, asid):
+            raise InvalidRequest(f"attach to address space {asid!r}; give an asid that AddressSpace.detach() returned")
+        return self._opened(asid)
+
+    # -- prompts: look, and change nothing -----------------------------------------------------------------------------
+
+    @exclusive
+    def lookup(self, token_ids: Tokens, *, tenant: bytes = b"", salt: Salt = b"") -> int:
+        """Return how many of `token_ids` are known: the length of the space that `open` would return now.
+
+        The call changes nothing: it takes no reference, and neither the order of eviction nor a statistic notices it.
+        O(pages matched).
+        Raises: InvalidRequest if the ids are not one row of int32 numbers
+        """
+        ids = token_row(token_ids)
+        return known_tokens(self.state, self._roots, (tenant_name(tenant), salt_row(salt)), ids, len(ids))
+
+    @exclusive
+    def awaited(self, token_ids: Tokens, *, tenant: bytes = b"", salt: Salt = b"") -> Awaited | None:
+        """Return the longest prefix of `token_ids` that an open space will publish and `open` does not find yet.
+
+        None if `open` finds all there is.
+
+        For prompts that arrive together: open the others when the space has `tokens` tokens, and their common pages
+        are computed once. Wait only while that space is in your steps: one that is released, cut or left alone never
+        gets there. The call changes nothing that others see. O(length of the prompt) for each open space that computes
+        a prompt with the same first page.
+        Raises: InvalidRequest if the ids are not one row of int32 numbers
+        """
+        ids, prompt = token_row(token_ids), (tenant_name(tenant), salt_row(salt))
+        if not self.prefix_cache:
+            return None
+        known = known_tokens(self.state, self._roots, prompt, ids, len(ids))
+        return self._open_prompts.longest(self.state, prompt, ids, known)
+
+    def why(self, token_ids: Tokens, *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
+        """Return why `open` finds no more whole pages of `token_ids`, see misses.Miss.
+
+        For operators: the answer depends on the pages of all tenants.
+        """
+        return explain(self.state, self._roots, (tenant_name(tenant), salt_row(salt)), token_row(token_ids))
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -149,25 +280,22 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         asids = self._asids(batch)
         wanted = count_row(counts, len(asids))
         num_tokens = steps.num_tokens(wanted, self.num_frames * self.block_size)
-        plan = self._new_plan(Step(asids, wanted, num_tokens, len(self.groups)))
+        self._registry.report_lost(self.state)
+        step = Step(asids, wanted, num_tokens, len(self.groups))
+        plan = self._registry.add_plan(Plan(self, step), step)
         code, where = steps.plan_step(self.state, asids, wanted, plan.longs, plan.ints)
         if code == steps.NARROW:
             self.state = st.with_wider_table(self.state, where)
             code, where = steps.plan_step(self.state, asids, wanted, plan.longs, plan.ints)
         if code != steps.OK:
-            del self._plans[plan.number]
+            del self._registry.plans[plan.number]
             refuse_plan(self.state, (code, where), asids, wanted, self._accounts)
         plan.live_table = self.state.table
         return plan
 
     @exclusive
     def commit(
-        self,
-        plan: Plan,
-        token_ids: Sequence[int] | npt.NDArray[np.integer] | None,
-        counts: Counts | None = None,
-        *,
-        keep_planned: bool = False,
+        self, plan: Plan, token_ids: Tokens | None, counts: Counts | None = None, *, keep_planned: bool = False
     ) -> None:
         """Append `token_ids`, whose KV lies in the slots of `plan`, to their sequences, and publish full pages.
 
@@ -201,7 +329,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
                 refuse_ids(self.state, plan, len(ids), plan.remaining)
             refuse_settling(self.state, plan, code, where)
         if not keep or not plan.is_outstanding:
-            self._plans.pop(plan.number, None)
+            self._registry.plans.pop(plan.number, None)
         if self._proves:
             self.check(3)
 
@@ -219,9 +347,88 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         code, where = steps.abort_step(self.state, plan.rows, plan.longs, plan.ints, flag(copied, "copied"))
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
-        self._plans.pop(plan.number, None)
+        self._registry.plans.pop(plan.number, None)
 
-    # -- epochs, advice (pins: pins.py) --------------------------------------------------------------------------------
+    @property
+    def has_plans(self) -> bool:
+        """True while a plan is outstanding."""
+        return any(step.is_outstanding for _, step in self._registry.plans.values())
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Suspend statistics and a window of group 0 while the caller refills the prefix cache by open, plan, commit.
+
+        Inside the context, `open` counts in no statistic of prompts, and group 0 gives back no page: a page that was
+        given back could be evicted for the next one. Both resume at the end, also after an exception or an interrupt:
+        `open` and `commit` ask whether the context is under way, and nothing else changes.
+        """
+        token = _Restoring()
+        outer = self._restoring_from(ref(token))
+        try:
+            yield
+        finally:
+            self._restoring_from(outer)
+
+    # -- frames that must stay, or may go ------------------------------------------------------------------------------
+
+    @exclusive
+    def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
+        """Keep frames until `unpin`: the committed full pages of a space, or published frames and their whole prefixes.
+
+        A pinned frame is neither evicted nor moved nor written (I7): a write copies it first. The full pages of the
+        space are published, so that a prompt finds the frames which the pin holds. O(pages). A frame of several pins
+        counts under the cap once for each.
+        Raises: InvalidRequest beyond `max_pinned`, or for frames that no prompt can find; StaleHandle
+        """
+        self._registry.report_lost(self.state)
+        deadline = None if deadline is None else real(deadline, "deadline")
+        asid, closure = -1, np.empty(0, np.int32)
+        if isinstance(what, AddressSpace):
+            asid = self._asid(what)
+            pages = int(self.state.spaces["length"][asid]) // self.block_size
+            num_frames = int(page_tables.frames_in(self.state, asid, pages))
+        else:
+            closure = self._closure(frame_row(what, self.num_frames))
+            pages = num_frames = len(closure)
+        pinned = int(self.state.reg[st.PINNED])
+        if pinned + num_frames > self.max_pinned:
+            raise InvalidRequest(
+                f"pin of {num_frames} frames: pins hold {pinned} of at most {self.max_pinned}; "
+                "unpin some, or raise max_pinned"
+            )
+        self._grow_tables(pages=pages)
+        state = self.state
+        row = page_tables.pin_space(state, asid) if asid >= 0 else page_tables.pin_frames(state, closure)
+        return self._registry.add_pin(Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline))
+
+    def _closure(self, wanted: I32) -> I32:
+        """Return the frames `wanted` with their whole prefixes."""
+        if not len(wanted):
+            raise InvalidRequest("pin of no frames; name at least one, or pin the space that maps them")
+        unfindable, closure = page_tables.prefix_closure(self.state, wanted)
+        if unfindable >= 0:
+            raise InvalidRequest(
+                f"pin of frame {unfindable}: it is not published under a whole prefix; pin the space that maps it"
+            )
+        return closure
+
+    @exclusive
+    def unpin(self, pin: Pin) -> None:
+        """Unpin the frames of `pin`. Raises: DoubleRelease the second time."""
+        if not isinstance(pin, Pin):
+            raise InvalidRequest(f"unpin of {pin!r}; give the handle that pin() returned")
+        if not self.holds(pin):
+            raise DoubleRelease(
+                f"pin {pin.asid} of {pin.owner or 'an unnamed owner'} was given back already, or made by another "
+                "manager; give each to the manager that made it, and drop the handle after unpin()"
+            )
+        page_tables.unpin_row(self.state, pin.asid)
+        del self._registry.pins[pin.asid]
+
+    def holds(self, pin: Pin) -> bool:
+        """Return True if the frames of `pin` are pinned by it."""
+        is_current = self._registry.pin_of(pin.asid) is pin and self.state.spaces["status"][pin.asid] == st.HELD
+        return bool(is_current and self.state.spaces["generation"][pin.asid] == pin.generation)
 
     @exclusive
     def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
@@ -233,11 +440,11 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         Raises: InvalidRequest unless `epoch` is newer than the last one; DoubleRelease. Nothing was changed then.
         """
         opening = epochs.opening(self.state.reg, epoch)
-        for space in self._require_spaces(batch):
-            self._releasable(space)
-        if len({space.asid for space in batch}) < len(batch):
+        asids = [self._releasable(space) for space in self._require_spaces(batch)]
+        if len(set(asids)) < len(asids):
             raise DoubleRelease("retire names an address space twice")
-        self._release([space.asid for space in batch], opening)
+        page_tables.retire_spaces(self.state, *opening, np.array(asids, np.int32))
+        self._forget_closed(asids)
 
     @exclusive
     def advance(self, epoch: int) -> int:
@@ -262,8 +469,6 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             page_tables.count_use(self.state, asid)
         self.state.spaces["advice"][asid] = offset
 
-    # -- the pool ------------------------------------------------------------------------------------------------------
-
     @exclusive
     def evict(self, count: int) -> int:
         """Free up to `count` cached frames, in the policy's order. Return how many were freed."""
@@ -282,7 +487,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         """
         rows = np.flatnonzero(self.state.spaces["status"] == st.HELD).tolist()
         if rows:
-            pinned, first = int(self.state.reg[st.PINNED]), self._pin_of(rows[0])
+            pinned, first = int(self.state.reg[st.PINNED]), self._registry.pin_of(rows[0])
             owner = first.owner if first else "a pin that was dropped"
             raise InvalidRequest(
                 f"forget() while {len(rows)} pins hold {pinned} frames, the first for "
@@ -321,6 +526,82 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             self.check()
         return moves
 
+    # -- frames to be had, and tenants ---------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """int, frames: how many a plan could take now, free or evictable. With quotas see `available_to`."""
+        return tenants.available(self.state)
+
+    @property
+    def pending(self) -> int:
+        """int, frames: how many become available when outstanding plans and open epochs end; wait, do not preempt."""
+        return pending(self.state)
+
+    @property
+    def reserve(self) -> int:
+        """int, frames: how many `admits` keeps free (the watermark)."""
+        return int(np.ceil(self._watermark * self.num_frames))
+
+    @property
+    def max_pinned(self) -> int:
+        """int, frames: how many pins may hold."""
+        return int(self._most_pinned * self.num_frames)
+
+    def available_to(self, tenant: bytes = b"") -> int:
+        """Return how many frames a plan for spaces of `tenant` alone could take now.
+
+        The hard quota of the tenant and the protected shares of other tenants limit them.
+        """
+        return max(0, min(tenants.headroom(self.state, self._accounts.get(tenant_name(tenant), 0))))
+
+    def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
+        """Return True if a new sequence of `tenant` may take `num_frames` frames, leaving the `reserve` to others."""
+        pool, quota = tenants.headroom(self.state, self._accounts.get(tenant_name(tenant), 0))
+        return whole(num_frames, "num_frames") <= min(pool - self.reserve, quota)
+
+    @exclusive
+    def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
+        """Limit the frames that `tenant` may hold, or change its limits.
+
+        The three limits are those of a memory cgroup: max, high, min.
+        hard:      the most frames of the tenant. A plan beyond it evicts the tenant's own cached frames, and is refused
+                   if they do not suffice.
+        soft:      above it, the tenant's cached frames are evicted before those of tenants below their soft quota.
+        protected: so many frames of the tenant are not evicted for other tenants.
+        Raises: InvalidRequest for numbers that make no sense, or for the first quota of a tenant that holds frames
+                already
+        """
+        limits = tenants.Limits.of(self.state, self._accounts, tenant, (hard, soft, protected))
+        if tenant not in self._accounts:
+            if self._roots.is_used(tenant, self.state):
+                raise InvalidRequest(
+                    f"tenant {tenant!r} holds frames already, which are charged to no account; set its first quota "
+                    "before its first prompt, or release its spaces and evict its cached frames"
+                )
+            self.state = tenants.with_account(self.state, self._accounts)
+            self._accounts[tenant] = len(self._accounts) + 1
+        limits.set(self.state, self._accounts[tenant])
+
+    def usage(self, tenant: bytes) -> Usage:
+        """Return the frames that `tenant` holds and its limits. O(frames). Raises: InvalidRequest without a quota."""
+        if tenant_name(tenant) not in self._accounts:
+            raise InvalidRequest(
+                f"tenant {tenant!r} has no quota, so no frame is charged to it; set_quota(tenant) gives it an account"
+            )
+        return usages_of(self.state, {tenant: self._accounts[tenant]})[tenant]
+
+    def usages(self) -> dict[bytes, Usage]:
+        """Return the `usage` of each tenant that has a quota. O(frames)."""
+        return usages_of(self.state, self._accounts) if self._accounts else {}
+
+    # -- figures and events --------------------------------------------------------------------------------------------
+
+    @property
+    def prefix_cache(self) -> bool:
+        """bool: True if `commit` publishes full pages and `open` finds them."""
+        return bool(self.state.reg[st.PUBLISHING])
+
     def stats(self) -> Stats:
         """Return the counters and the waste in mapped frames. O(open spaces), or O(frames) if a tenant has a quota."""
         return gather(self.state, self.usages())
@@ -329,6 +610,65 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         """Return pages / runs over all open spaces: the mean length of a run of neighbouring frames. O(pages)."""
         return mean_run(self.state)
 
+    def free_mask(self) -> npt.NDArray[np.bool_]:
+        """bool [F]: True for a frame in state FREE. A copy. O(frames)."""
+        mask: npt.NDArray[np.bool_] = self.state.frames["status"] == st.FREE
+        return mask
+
+    def frame_generations(self) -> npt.NDArray[np.uint32]:
+        """uint32 [F]: the generation of each frame; it rises when the frame is taken. A copy. O(frames)."""
+        return self.state.frames["generation"].copy()
+
+    def frame_views(self) -> FrameViews:
+        """Return views of the frames' records, for code that keeps their bytes. Other threads may read them, too."""
+        return st.frame_views(self.state)
+
+    @exclusive
+    def events(self, since: int) -> list[Event]:
+        """Return the events after number `since` (0: from the beginning): pages that became findable or ceased to be.
+
+        O(events), and one sha256 for each stored block.
+        Raises: EventsLost if some of them have left the ring: begin again from `events_snapshot()`;
+                InvalidRequest if the manager keeps no events
+        """
+        return self._required_log().events(self.state, whole(since, "since"))
+
+    @exclusive
+    def events_snapshot(self) -> Snapshot:
+        """Return every page that can be found, and the number of the last event. O(published frames).
+
+        Raises: InvalidRequest if the manager keeps no events
+        """
+        return self._required_log().snapshot(self.state)
+
+    @property
+    def last_event(self) -> int:
+        """int: the number of the newest event, 0 if there is none."""
+        return int(self.state.reg[st.LOGGED])
+
+    @exclusive
+    def page_changes(self, since: int | None) -> Changes:
+        """Return the pages that were published or removed after event `since`, with their frames. See events.Changes.
+
+        since: None for all pages that are published now.
+        Raises: InvalidRequest if the manager keeps no events
+        """
+        return self._required_log().changes(self.state, None if since is None else whole(since, "since"))
+
+    # -- safety --------------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def recover(self) -> Recovered:
+        """Give back what no handle names: after an interrupt, or when handles were dropped.
+
+        Plans whose handle was collected are aborted, newest first; such spaces are closed and such pins given back.
+        A plan that a newer, living plan follows stays until the newer one is settled. Handles are collected with the
+        exception whose traceback holds them, so call this outside of `except`. O(rows of the page table).
+        Returns: how many of each
+        """
+        self._restoring = None  # of a context that an interrupt ended
+        return self._registry.recover(self.state)
+
     def check(self, level: int = 3) -> None:
         """Check the invariants I1 to I9. O(frames + pages).
 
@@ -336,14 +676,9 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         Raises: InvariantViolation that names the law and the first frame or space that breaks it
         """
         seeds = {root.number: root.seed for _, root in self._roots.every()}
+        plans = [step for _, step in self._registry.plans.values() if step.is_outstanding]
         try:
-            check_state(
-                self.state,
-                level,
-                Expected(
-                    self.policy, seeds, [step for _, step in self._plans.values() if step.is_outstanding], self.groups
-                ),
-            )
+            check_state(self.state, level, Expected(self.policy, seeds, plans, self.groups))
         except InvariantViolation as broken:
             if self._last_callers is None:
                 raise
@@ -387,6 +722,45 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         return ids.reshape(-1)[:length].astype(np.int32)
 
     # -- private -------------------------------------------------------------------------------------------------------
+
+    def _open(self, ids: I32, tenant: bytes, salts: Salts, most: int) -> AddressSpace:
+        """Open a space of at most `most` tokens. The tables are long enough, and the arguments were checked."""
+        root, self.state = self._roots.of(tenant, self.state, salts)
+        if self._accounts:
+            self.state.roots[root.number, st.CHARGED] = self._accounts.get(tenant, 0)
+        asid, generation = page_tables.open_space(self.state, root.number, root.seed, ids, most, self._is_restoring())
+        if len(self.state.log):
+            for each in self._roots.chain(tenant, salts, self.block_size):
+                self._log.root_taken(self.state, each.number, (tenant, each.own))
+        self._open_prompts.add((asid, generation), tenant, salts, ids, self.block_size)
+        return self._registry.add_space(AddressSpace(self, asid, generation))
+
+    def _opened(self, asid: int) -> AddressSpace:
+        """Return a handle of an open space."""
+        return self._registry.add_space(AddressSpace(self, asid, int(self.state.spaces["generation"][asid])))
+
+    def _forget_closed(self, asids: list[int]) -> None:
+        """Forget the handles and prompts of spaces that were released now."""
+        for asid in asids:
+            self._registry.spaces.pop(asid, None)
+            self._open_prompts.remove(asid)
+        if self.state.reg[st.CLOSED_LONG]:
+            st.return_memory(self.state)
+
+    @exclusive
+    def _restoring_from(self, token: ref[_Restoring] | None) -> ref[_Restoring] | None:
+        """Make `token` that of the innermost `restoring` context, and return the one before."""
+        before, self._restoring = self._restoring, token
+        return before
+
+    def _is_restoring(self) -> bool:
+        """Return True inside of `restoring`. An interrupt at its end leaves a dead token, which counts for nothing."""
+        return self._restoring is not None and self._restoring() is not None
+
+    def _required_log(self) -> EventLog:
+        if not len(self.state.log):
+            raise InvalidRequest("this manager keeps no events; make it with events=N, where N is the number to keep")
+        return self._log
 
     def _records(self) -> st.Records:
         """Return the records of the spaces as a plain array. A field of a recarray takes eight times as long."""
@@ -435,18 +809,6 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         """Return a sentence for an error, the last calls that used the space; "" unless debug level 3 records them."""
         return self._last_callers.of_space(space.asid) if self._last_callers else ""
 
-    def _release(self, asids: list[int], epochs: tuple[int, int] | None = None) -> None:
-        """Close spaces. epochs: open the first one, whose predecessors after the second one have not passed."""
-        if epochs is None:
-            page_tables.release_space(self.state, asids[0])
-        else:
-            page_tables.retire_spaces(self.state, *epochs, np.array(asids, np.int32))
-        for asid in asids:
-            self._handles.pop(asid, None)
-            self._open_prompts.remove(asid)
-        if self.state.reg[st.CLOSED_LONG]:
-            st.return_memory(self.state)
-
     def _settled_asid(self, space: AddressSpace, verb: str) -> int:
         asid = self._asid(space)
         plans = int(self.state.spaces["outstanding"][asid])
@@ -478,3 +840,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         pages = min(pages, self.num_frames)  # no known prefix is longer than the pool
         if pages > self.state.table.shape[1]:
             self.state = st.with_wider_table(self.state, pages)
+
+
+class _Restoring:
+    """The token of a `restoring` context: the context is under way while its token lives."""

@@ -29,16 +29,13 @@ import numpy as np
 
 from pagedkv import debug
 from pagedkv.core import state as st
-from pagedkv.core.handles import AddressSpace, Manager, Pin, Plan, Step
+from pagedkv.core.handles import AddressSpace, Pin, Plan, Step
 from pagedkv.core.last_callers import call_site
-from pagedkv.core.observation import ObservationMixin
+from pagedkv.core.state import State
 from pagedkv.core.tables import page_tables, steps
-from pagedkv.core.thread_guard import exclusive
-from pagedkv.errors import InvalidRequest
 
 Assignment = tuple[object, str, object]
 """An object, the name of one of its attributes, and its new value."""
-
 
 Handle = TypeVar("Handle", AddressSpace, Plan, Pin)
 
@@ -56,161 +53,138 @@ class Recovered(NamedTuple):
     pins: int
 
 
-class RecoveryMixin(ObservationMixin, Manager):
-    """The registry of the handles of a manager, and `recover`."""
+class Registry:
+    """The handles that a manager gave out, by weak references.
 
-    def _begin_recovery(self) -> None:
-        # the handle of each open space by asid, or the generation of a detached one; entries of closed spaces are stale
-        self._handles: dict[int, ref[AddressSpace] | int] = {}
-        self._plans: dict[int, tuple[ref[Plan], Step]] = {}  # the plans that are not settled yet, in order
+    spaces: the handle of each open space by asid, or the generation of a detached one; of closed spaces entries may be
+            left. plans: the plans that are not settled yet, by number, in order. pins: the pin of each row that holds
+            pinned frames.
+    """
+
+    def __init__(self) -> None:
+        self.spaces: dict[int, ref[AddressSpace] | int] = {}
+        self.plans: dict[int, tuple[ref[Plan], Step]] = {}
+        self.pins: dict[int, ref[Pin]] = {}
         self._num_plans = 0
-        self._lost: deque[ref[Any]] = (
-            deque()
-        )  # the references to handles that were collected before they were given back
+        self._lost: deque[ref[Any]] = deque()  # of handles that were collected before they were given back
         self._sites: dict[int, str] = {}  # by the id of the reference to a handle, where it was opened
-        self._pins: dict[int, ref[Pin]] = {}  # the pin of each row that holds pinned frames
         self._names_openers = debug.level() >= 1
 
-    def _opened(self, asid: int, generation: int) -> AddressSpace:
-        """Return the handle of a space that was just opened."""
-        space = AddressSpace(self, asid, generation)
-        self._handles[asid] = self._watch(space)
+    def add_space(self, space: AddressSpace) -> AddressSpace:
+        """Note and return the handle of a space that was just opened."""
+        self.spaces[space.asid] = self._watch(space)
         return space
 
-    def _new_plan(self, step: Step) -> Plan:
-        """Return the handle of a step, known to `recover` before its frames are mapped."""
-        self._report_lost()
-        plan, number = Plan(self, step), self._num_plans
+    def add_plan(self, plan: Plan, step: Step) -> Plan:
+        """Note and return the plan of a step whose frames are not mapped yet. Modifies: its number."""
+        number = self._num_plans
         self._num_plans = number + 1
         plan.number = number
-        self._plans[number] = self._watch(plan), step
+        self.plans[number] = self._watch(plan), step
         return plan
+
+    def add_pin(self, pin: Pin) -> Pin:
+        """Note and return a pin."""
+        self.pins[pin.asid] = self._watch(pin)
+        return pin
+
+    def pin_of(self, row: int) -> Pin | None:
+        """Return the pin whose frames a row holds; None if the pin was collected."""
+        return pin() if (pin := self.pins.get(row)) else None
+
+    def is_detached(self, s: State, asid: int) -> bool:
+        """Return whether `asid` is an open space that was left without a handle."""
+        generation = self.spaces.get(asid)
+        return (
+            isinstance(generation, int)
+            and 0 <= asid < len(s.spaces)
+            and bool(s.spaces["status"][asid] == st.OPEN and s.spaces["generation"][asid] == generation)
+        )
 
     def _watch(self, handle: Handle) -> ref[Handle]:
         """Return a reference that is added to `_lost` if the handle is collected before the reference is dropped."""
         watch = ref(handle, self._lost.append)
         if self._names_openers:
-            if len(self._sites) > 64 + 2 * (len(self._handles) + len(self._plans) + len(self._pins)):
+            if len(self._sites) > 64 + 2 * (len(self.spaces) + len(self.plans) + len(self.pins)):
                 self._forget_sites()
             self._sites[id(watch)] = call_site(1)
         return watch
 
     def _forget_sites(self) -> None:
         """Drop the records of handles that were given back."""
-        everything = (*self._handles.values(), *(plan for plan, _ in self._plans.values()), *self._pins.values())
+        everything = (*self.spaces.values(), *(plan for plan, _ in self.plans.values()), *self.pins.values())
         self._sites = {site: self._sites[site] for site in map(id, everything) if site in self._sites}
 
-    def _report_lost(self) -> None:
+    # -- handles that were dropped -------------------------------------------------------------------------------------
+
+    def report_lost(self, s: State) -> None:
         """Warn of each handle that was collected. To be called before anything changes: a warning may be an error."""
         if self._lost:
-            self._warn(self._losses())
+            self._warn(self._losses(s))
 
-    def _losses(self) -> list[str]:
+    def _losses(self, s: State) -> list[str]:
         """Return a text for each handle that was collected, while what it names is still there. Modifies: _lost."""
         losses: list[str] = []
         while self._lost:
             watch = self._lost.popleft()
-            if loss := self._loss_of(watch):
+            if loss := self._loss_of(s, watch):
                 site = self._sites.get(id(watch))
                 losses.append(f"{loss}; {f'opened at {site}' if site else 'PAGEDKV_DEBUG=1 says where it was opened'}")
         return losses
 
-    def _warn(self, losses: list[str]) -> None:
+    @staticmethod
+    def _warn(losses: list[str]) -> None:
         for loss in losses:
             warnings.warn(f"{loss}. recover() gives its frames back", ResourceWarning, 5)
 
-    def _loss_of(self, watch: ref[Any]) -> str:
-        status = self.state.spaces["status"]
-        for asid, handle in self._handles.items():
+    def _loss_of(self, s: State, watch: ref[Any]) -> str:
+        status = s.spaces["status"]
+        for asid, handle in self.spaces.items():
             if handle is watch and status[asid] == st.OPEN:
                 return f"address space {asid} was dropped before release()"
-        for plan, step in self._plans.values():
+        for plan, step in self.plans.values():
             if plan is watch and step.is_outstanding:
                 return f"a plan of {len(step.rows)} sequences was dropped before commit() or abort()"
-        for row, pin in self._pins.items():
+        for row, pin in self.pins.items():
             if pin is watch and status[row] == st.HELD:
                 return f"a pin by row {row} was dropped before unpin()"
         return ""
 
-    @exclusive
-    def detach(self, space: AddressSpace) -> None:
-        """See AddressSpace.detach."""
-        self.length_of(space)  # raises for a stale handle
-        self._handles[space.asid] = space.generation
-
-    @exclusive
-    def attach(self, asid: int) -> AddressSpace:
-        """Return a handle of the open space `asid`, which `detach` left without one.
-
-        Raises: InvalidRequest if no detached space has this number
-        """
-        generation = self._handles.get(asid)
-        if not isinstance(generation, int) or not self._is_open(asid, generation):
-            raise InvalidRequest(f"attach to address space {asid!r}; give an asid that AddressSpace.detach() returned")
-        return self._opened(asid, generation)
-
-    @exclusive
-    def recover(self) -> Recovered:
-        """Give back what no handle names: after an interrupt, or when handles were dropped.
-
-        Plans whose handle was collected are aborted, newest first; such spaces are closed and such pins given back.
-        A plan that a newer, living plan follows stays until the newer one is settled. Handles are collected with the
-        exception whose traceback holds them, so call this outside of `except`. O(rows of the page table).
-        Returns: how many of each
-        """
-        losses, self._restoring = self._losses(), None  # of a context that an interrupt ended
-        recovered = Recovered(self._abort_lost_plans(), self._close_lost_spaces(), self._unpin_lost_frames())
+    def recover(self, s: State) -> Recovered:
+        """Abort the plans, close the spaces and unpin the frames that no living handle names. Return how many."""
+        losses = self._losses(s)
+        recovered = Recovered(self._abort_lost_plans(s), self._close_lost_spaces(s), self._unpin_lost_frames(s))
         self._forget_sites()
         self._warn(losses)  # last: a filter may make errors of warnings
         return recovered
 
-    def _abort_lost_plans(self) -> int:
+    def _abort_lost_plans(self, s: State) -> int:
         aborted = 0
-        for number, (plan, step) in reversed(list(self._plans.items())):
+        for number, (plan, step) in reversed(list(self.plans.items())):
             if step.is_outstanding and plan() is None:
-                code, _ = steps.abort_step(self.state, step.rows, step.longs, step.ints, False)
+                code, _ = steps.abort_step(s, step.rows, step.longs, step.ints, False)
                 aborted += code == steps.OK
             if not step.is_outstanding:
-                del self._plans[number]
+                del self.plans[number]
         return aborted
 
-    def _close_lost_spaces(self) -> int:
-        closed, num_groups = 0, len(self.groups)
-        for asid in (np.flatnonzero(self.state.spaces["status"][::num_groups] == st.OPEN) * num_groups).tolist():
-            handle, generation = self._handles.get(asid), int(self.state.spaces["generation"][asid])
+    def _close_lost_spaces(self, s: State) -> int:
+        closed, num_groups = 0, len(s.groups)
+        for asid in (np.flatnonzero(s.spaces["status"][::num_groups] == st.OPEN) * num_groups).tolist():
+            handle, generation = self.spaces.get(asid), int(s.spaces["generation"][asid])
             space = handle() if isinstance(handle, ref) else None
             if handle != generation and (space is None or space.generation != generation):
-                page_tables.release_space(self.state, asid)
-                self._handles.pop(asid, None)
+                page_tables.release_space(s, asid)
+                self.spaces.pop(asid, None)
                 closed += 1
         return closed
 
-    def _unpin_lost_frames(self) -> int:
-        unpinned, num_groups = 0, len(self.groups)
-        for row in (np.flatnonzero(self.state.spaces["status"][::num_groups] == st.HELD) * num_groups).tolist():
-            pin, generation = self._pin_of(row), int(self.state.spaces["generation"][row])
+    def _unpin_lost_frames(self, s: State) -> int:
+        unpinned, num_groups = 0, len(s.groups)
+        for row in (np.flatnonzero(s.spaces["status"][::num_groups] == st.HELD) * num_groups).tolist():
+            pin, generation = self.pin_of(row), int(s.spaces["generation"][row])
             if pin is None or pin.generation != generation:
-                page_tables.unpin_row(self.state, row)
-                self._pins.pop(row, None)
+                page_tables.unpin_row(s, row)
+                self.pins.pop(row, None)
                 unpinned += 1
         return unpinned
-
-    @property
-    def has_plans(self) -> bool:
-        """True while a plan is outstanding."""
-        return any(step.is_outstanding for _, step in self._plans.values())
-
-    def holds(self, pin: Pin) -> bool:
-        """Return True if the frames of `pin` are pinned by it."""
-        is_current = self._pin_of(pin.asid) is pin and self.state.spaces["status"][pin.asid] == st.HELD
-        return bool(is_current and self.state.spaces["generation"][pin.asid] == pin.generation)
-
-    def _pin_of(self, row: int) -> Pin | None:
-        """Return the pin whose frames a row holds; None if the pin was collected."""
-        return pin() if (pin := self._pins.get(row)) else None
-
-    def _is_open(self, asid: int, generation: int) -> bool:
-        spaces = self.state.spaces
-        return (
-            0 <= asid < len(spaces) and spaces["status"][asid] == st.OPEN and spaces["generation"][asid] == generation
-        )

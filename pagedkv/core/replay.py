@@ -29,7 +29,6 @@ import numpy as np
 from pagedkv.core.arguments import whole
 from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.manager import MemoryManager
-from pagedkv.core.observation import Observe
 from pagedkv.core.policies import POLICIES, Cost, Policy, chosen
 from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.state import I32
@@ -144,7 +143,7 @@ def _run(policy: str | Policy, size: int, requests: Sequence[I32], pool: tuple[i
     if isinstance(policy, str):
         name, hits = policy, list(_optimal(frames, requests))
     else:
-        mm = MemoryManager(frames, 1, policy=policy, observe=Observe(events=4 * frames if below else 0))
+        mm = MemoryManager(frames, 1, policy=policy, events=4 * frames if below else 0)
         tier = _Tier(mm, below) if below else None
         name, hits = policy.name, [_serve(mm, ids, tier) for ids in requests]
         evictions, loaded = mm.stats().evictions, tier.loaded if tier else 0

@@ -215,6 +215,26 @@ class State(NamedTuple):
     groups: I64  # [layer groups, 5] window (0: sees all), sinks, two columns of scratch (layer_groups.py), keep
 
 
+class FrameViews(NamedTuple):
+    """Records of all frames [F]. They change with the pool; after a resize they are those of the old pool.
+
+    generation: rises when a frame is taken. published: not 0 while a prompt can find the page in the frame.
+    uses:       how often the page was used again. refs: page-table entries that name the frame (I2).
+    pins:       not 0 while a copy or an open epoch may read the frame.
+    """
+
+    generation: npt.NDArray[np.uint32]
+    published: npt.NDArray[np.uint8]
+    uses: npt.NDArray[np.unsignedinteger]
+    refs: npt.NDArray[np.unsignedinteger]
+    pins: npt.NDArray[np.unsignedinteger]
+
+
+def frame_views(state: State) -> FrameViews:
+    """Return views of the records of all frames."""
+    return FrameViews(*(state.frames[name] for name in FrameViews._fields))
+
+
 def list_registers(reg: I64) -> I64:
     """int64 [33, 4], a view: oldest, newest, length and bonus of each list of account 0."""
     return reg[FIRST_LIST:NUM_REGISTERS].reshape(FENCED + 1, 4)

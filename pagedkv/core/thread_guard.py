@@ -35,18 +35,8 @@ ends.
 """
 
 
-class Unique:
-    """Base class of an object that is neither copied nor pickled: both copies would give out the same frames."""
-
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        raise InvalidRequest(
-            f"a {type(self).__name__} cannot be copied or pickled, since both would give out the same frames; make a "
-            "new one. PagedKVCache.snapshot and restore take the contents to another pool."
-        )
-
-
-class ThreadGuard(Unique):
-    """Base class of an object that one thread at a time may call."""
+class ThreadGuard:
+    """Base class of an object that one thread at a time may call. It is neither copied nor pickled."""
 
     state: State
 
@@ -59,6 +49,12 @@ class ThreadGuard(Unique):
         self._last_callers: LastCallers | None = None
         if strict and debug.level() >= 3:
             self._owner, self._last_callers = _FIRST_CALLER, LastCallers()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise InvalidRequest(
+            f"a {type(self).__name__} cannot be copied or pickled, since both would give out the same frames; make a "
+            "new one"
+        )
 
     def own(self) -> None:
         """Make the calling thread the owner: other threads are refused until they call own() themselves.

@@ -26,8 +26,6 @@ from pagedkv.core import manager, recovery
 from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.manager import MemoryManager
-from pagedkv.core.observation import Observe
-from pagedkv.core.spaces import opening
 from pagedkv.core.state import I32, I64, State
 from pagedkv.core.tables import page_tables, steps
 
@@ -35,7 +33,7 @@ from pagedkv.core.tables import page_tables, steps
 def warm_up() -> None:
     """Call every compiled function of a MemoryManager once, on a small pool of its own."""
     warm_up_step()
-    mm = MemoryManager(num_frames=8, block_size=2, observe=Observe(events=1))
+    mm = MemoryManager(num_frames=8, block_size=2, events=1)
     space = mm.open([1])
     mm.commit(mm.plan([space], [5]), [1, 2, 3, 4, 5])
     space.truncate(4)
@@ -112,7 +110,7 @@ def begin_warm_up(*, uncompiled: bool = False) -> bool:
 def _run_uncompiled() -> None:
     """Let the callers of a step's functions see them uncompiled, until the processes have compiled all of them."""
     plain = [_plain(function) for last in PARTS for function, *_ in _calls(last)]
-    for caller in (manager, recovery, opening):
+    for caller in (manager, recovery):
         for module in (page_tables, steps):
             name = module.__name__.rpartition(".")[2]
             if hasattr(caller, name):

@@ -9,7 +9,7 @@
     replay     a DEALER socket sends an empty part and a number: it gets the kept messages from there on, and number -1
                at the end. A reader that asks again before the end gets the answer to its last question
 
-Events are read from the log of the manager (observe=Observe(events=N)), which names blocks by sha256, the same in each
+Events are read from the log of the manager (events=N), which names blocks by sha256, the same in each
 process. A publisher that fell behind the log publishes AllBlocksCleared and all that can be found, a snapshot. A PUB
 socket drops messages of a reader that is too slow; the reader sees it by the numbers, and asks for a replay.
 """

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
+from pagedkv.core.manager import MemoryManager
 from pagedkv.core.state import I32, I64
 from pagedkv.errors import OutOfFrames
 from pagedkv.tiers.level import Level
@@ -34,7 +35,6 @@ from pagedkv.tiers.tier import Job, Key, Op
 
 if TYPE_CHECKING:
     from pagedkv.core.handles import AddressSpace, Plan
-    from pagedkv.core.manager import MemoryManager
 
 LOOKED_UP: Final = 64
 """Pages that are hashed and looked up at a time. A prompt that no tier has costs one such lookup."""
@@ -170,7 +170,7 @@ class Holds:
     A frame that only these spaces map counts as one that a plan may take, as if it were cached.
     """
 
-    def __init__(self, manager: MemoryManager) -> None:
+    def __init__(self, manager: Callable[[], MemoryManager]) -> None:
         self._manager = manager
         self._fetches: list[Fetch] = []
         self._counted: tuple[list[Fetch], dict[bytes, tuple[I32, I64]]] = [], {}
@@ -189,7 +189,7 @@ class Holds:
     def release(self, fetch: Fetch) -> None:
         """Give the frames of `fetch` back, whether it is held or not. A second call does nothing."""
         fetch.holds = False
-        if fetch.space is not None and not self._manager.is_stale(fetch.space):
+        if fetch.space is not None and not self._manager().is_stale(fetch.space):
             fetch.space.release()
         if fetch in self._fetches:
             self._fetches.remove(fetch)
@@ -205,7 +205,7 @@ class Holds:
         """Return how many frames would be evictable if no fetch, of `tenant` if one is given, were held. O(pages)."""
         if not self._fetches:
             return 0
-        _, _, _, refs, pins = self._manager.frame_views()
+        _, _, _, refs, pins = self._manager().frame_views()
         each = self._frames()
         counted = each.values() if tenant is None else [each[tenant]] if tenant in each else []
         return sum(int(((refs[frames] == counts) & (pins[frames] == 0)).sum()) for frames, counts in counted)
@@ -215,8 +215,8 @@ class Holds:
         fetches, frames = list(self._fetches), dict[bytes, list[I32]]()
         if self._counted[0] != fetches:
             for fetch in fetches:
-                if fetch.space is not None and not self._manager.is_stale(fetch.space):
-                    for group in range(len(self._manager.groups)):
+                if fetch.space is not None and not self._manager().is_stale(fetch.space):
+                    for group in range(len(self._manager().groups)):
                         frames.setdefault(fetch.tenant, []).append(fetch.space.pages_in(group))
             self._counted = fetches, {tenant: _with_counts(rows) for tenant, rows in frames.items()}
         return self._counted[1]
@@ -231,9 +231,12 @@ class Loader:
     """The fetches of one stack, and the loads that they have under way.
 
     fetches: the ones that have frames. waiting: the ones that wait for another fetch. holds: the ones that are done.
+
+    The manager is the cache itself. A plan of the cache is settled here by the verbs of MemoryManager: those of the
+    cache would pump the tiers again.
     """
 
-    def __init__(self, manager: MemoryManager, levels: Sequence[Level], num_groups: int) -> None:
+    def __init__(self, manager: Callable[[], MemoryManager], levels: Sequence[Level], num_groups: int) -> None:
         self._manager, self._levels, self._num_groups = manager, levels, num_groups
         self.fetches: list[Fetch] = []
         self.waiting: list[Fetch] = []
@@ -244,7 +247,7 @@ class Loader:
 
     def begin(self, cache: Cache, fetch: Fetch, namer: Namer, *, tenant: bytes, salt: Salt) -> None:
         """Look a prompt up, and begin to load what the tiers have of it."""
-        fetch.page_tokens, fetch.tenant = self._manager.block_size, tenant
+        fetch.page_tokens, fetch.tenant = self._manager().block_size, tenant
         fetch.look = partial(self._look, cache=cache, namer=namer, salt=salt)
         fetch.look(fetch)
 
@@ -256,7 +259,7 @@ class Loader:
         keys = namer.keys_of(findable, tenant, salt, block_size=size, first=fetch.first, digests=hashed)
         pages = self._findable(keys)
         fetch.after = self._bringer(pages)
-        most = max(0, self._manager.available_to(tenant) - cache.reserve) // self._num_groups
+        most = max(0, MemoryManager.available_to(self._manager(), tenant) - cache.reserve) // self._num_groups
         fetch.pages, fetch.lacked = pages[:most], self._num_groups * len(pages[most:])
         fetch.asked = max(fetch.asked, size * (fetch.first - fetch.start + len(fetch.pages)))
         if fetch.after is not None:
@@ -301,7 +304,7 @@ class Loader:
     def _plan(self, cache: Cache, fetch: Fetch, salt: Salt) -> None:
         """Plan frames for the pages of `fetch`, and submit their loads. Without frames the fetch has no pages."""
         size, num_pages = fetch.page_tokens, len(fetch.pages)
-        with self._manager.restoring():
+        with self._manager().restoring():
             fetch.space = cache.open(fetch.ids[: fetch.first * size + 1], tenant=fetch.tenant, salt=salt)
         try:
             if len(fetch.space) != fetch.first * size:
@@ -383,17 +386,19 @@ class Loader:
         """Commit the pages that have arrived, and give the other frames back once no tier writes into them."""
         assert fetch.space is not None
         assert fetch.plan is not None
-        size = self._manager.block_size
+        size = self._manager().block_size
         if not fetch.has_ended:
             pages = fetch.first + fetch.num_verified
             start, end = len(fetch.space), pages * size  # from `start` on, if it was interrupted
             if start < end:
-                with self._manager.restoring():
-                    self._manager.commit(fetch.plan, fetch.ids[start:end], [end - start], keep_planned=True)
+                with self._manager().restoring():
+                    MemoryManager.commit(
+                        self._manager(), fetch.plan, fetch.ids[start:end], [end - start], keep_planned=True
+                    )
             fetch.end(pages)
         if not fetch.num_under_way:
             if fetch.plan.is_outstanding:
-                self._manager.abort(fetch.plan)
+                MemoryManager.abort(self._manager(), fetch.plan)
             if fetch.holds and not fetch.is_given_up and fetch.num_verified:
                 self.holds.keep(fetch)
             else:

@@ -20,11 +20,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 from pagedkv.core.arguments import flag, real, tenant_name, token_row, whole
-from pagedkv.core.observation import Observe
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.tiers.fetch import Cache, Fetch, Loader
@@ -50,6 +49,26 @@ PATIENCE: Final = 0.5
 """Seconds in which the threads of a closed tier end that have nothing to do."""
 GROWTH: Final = 1.0
 """Seconds that a plan waits for tiers before the pool grows."""
+
+
+class _Owner:
+    """The manager of a stack, which is the cache that owns the stack. A call returns it.
+
+    lasts: whether the stack keeps the manager alive, as its tiers need it until they are closed. Without tiers the
+           memory of a cache that is dropped is given back at once.
+    """
+
+    def __init__(self, manager: MemoryManager, *, lasts: bool) -> None:
+        self._kept, self._manager = manager if lasts else None, ref(manager)
+
+    def __call__(self) -> MemoryManager:
+        manager = self._manager()
+        assert manager is not None, "a stack without tiers outlives its cache"
+        return manager
+
+    def let_go(self) -> None:
+        """Keep the manager alive no longer."""
+        self._kept = None
 
 
 class TierStack(ThreadGuard):
@@ -94,8 +113,8 @@ class TierStack(ThreadGuard):
     def require_events(self, manager_options: dict[str, Any], num_frames: int) -> None:
         """Let the manager keep events, if there are tiers: they learn from events which pages come and go."""
         if self._levels:
-            observe = manager_options.get("observe") or Observe()
-            manager_options["observe"] = replace(observe, events=max(observe.events, 4 * num_frames, 4096))
+            events = whole(manager_options.get("events", 0), "events", 0, 2**31)
+            manager_options["events"] = max(events, 4 * num_frames, 4096)
 
     def attach(
         self, manager: MemoryManager, frames: torch.Tensor, specs: Sequence[KVSpec], layer_groups: Sequence[int]
@@ -104,11 +123,11 @@ class TierStack(ThreadGuard):
 
         Raises: any error of a tier; the tiers before it are closed then
         """
-        self._manager = manager
-        self.pool: PoolView = PoolView(frames, lambda: manager.frame_views()[:2])
+        of = self._manager = _Owner(manager, lasts=bool(self._levels))
+        self.pool: PoolView = PoolView(frames, lambda: of().frame_views()[:2])
         facts = fingerprint(specs, layer_groups, frames.shape[1], model=self._model, rank=self._rank)
         self._namer = Namer(facts, len(specs))
-        self._loader = Loader(manager, self._levels, len(specs))
+        self._loader = Loader(of, self._levels, len(specs))
         begun: list[Tier] = []
         try:
             for level in self._levels:
@@ -116,6 +135,7 @@ class TierStack(ThreadGuard):
                 begun.append(level.tier)
                 level.backlog = deque(maxlen=2 * manager.num_frames)
         except BaseException:
+            of.let_go()
             for tier in begun:
                 tier.close(0.0)
             raise
@@ -145,7 +165,7 @@ class TierStack(ThreadGuard):
             return
         if wait and self.num_pending:
             time.sleep(wait)
-        if self._manager.last_event != self._since:
+        if self._manager().last_event != self._since:
             self._take_changes()
         if self._loader.fetches or self._loader.waiting or self._loader.holds or self.num_pending:
             self._loader.poll()
@@ -159,9 +179,9 @@ class TierStack(ThreadGuard):
         if self._since is None:  # the pool has another size now
             for tenant, hard in self._quotas.items():
                 self._set_quota(tenant, hard)
-        changes = self._manager.page_changes(self._since)
+        changes = self._manager().page_changes(self._since)
         removed = [self._namer.key(page.digest, page.tenant, page.group) for page in changes.removed]
-        uses = self._manager.frame_views().uses
+        uses = self._manager().frame_views().uses
         for frame, page in changes.stored:
             if self._write_back.stores(uses=int(uses[frame]), tenant=page.tenant):
                 entry = frame, self.pool.stamp(frame), self._namer.key(page.digest, page.tenant, page.group)
@@ -275,7 +295,7 @@ class TierStack(ThreadGuard):
 
     def _set_quota(self, tenant: bytes, hard: int | None) -> None:
         for level in self._levels:
-            level.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
+            level.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager().num_frames))
 
     @exclusive
     def abandon(self, timeout: float) -> bool:
@@ -363,7 +383,7 @@ class TierStack(ThreadGuard):
         for level in self._levels:
             level.forget()
         self._loader.poll()
-        self._since = self._manager.last_event
+        self._since = self._manager().last_event
 
     def close(self, timeout: float = DEADLINE) -> bool:
         """Store what waits for a lasting tier, end all fetches, and close the tiers. A disk keeps its pages.
@@ -387,3 +407,5 @@ class TierStack(ThreadGuard):
             for level in self._levels:
                 level.close(PATIENCE)
             self._levels.clear()
+            if self._loader is not None:
+                self._manager.let_go()

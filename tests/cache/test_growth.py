@@ -135,7 +135,7 @@ def test_a_pool_of_half_of_the_memory_takes_what_is_written() -> None:
     store_bytes = 40 * spec.frame_bytes
     batch = cache.plan([space], [40 * spec.block_size])
     cache.storage.frames[torch.from_numpy(batch.plan.group_slots[0][:: spec.block_size] // spec.block_size)] = 1
-    held = resident(cache.storage.frames.numpy()) + sum(map(resident, cache.manager.state))
+    held = resident(cache.storage.frames.numpy()) + sum(map(resident, cache.state))
     assert store_bytes <= held < 3 * store_bytes + 2**25
     cache.abort(batch)
 
@@ -195,7 +195,7 @@ def test_a_long_sequence_moves_the_page_tables_of_its_own_steps_only(monkeypatch
     assert [step(*short) for _ in range(9)].count(True) == 1
     long = cache.open()
     cache.commit(cache.plan([long], [4 * 500]), None)
-    assert cache.manager.state.table.nbytes > 2**13
+    assert cache.state.table.nbytes > 2**13
     assert [step(*short) for _ in range(9)] == [False] * 9
     assert step(*short, long)
     assert step(*short)

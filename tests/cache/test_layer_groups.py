@@ -109,7 +109,7 @@ def test_a_window_in_the_spec_gives_frames_back() -> None:
     cache = PagedKVCache(LOCAL, num_frames=32)
     space = cache.open()
     cache.commit(cache.plan([space], [30]), list(range(30)))
-    assert cache.manager.groups == (Group(window=WINDOW),)
+    assert cache.groups == (Group(window=WINDOW),)
     assert (space.pages >= 0).sum() == 3
 
 

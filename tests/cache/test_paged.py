@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,9 +30,10 @@ from pagedkv.cache import batch as cache_batch
 from pagedkv.cache import mirror as mirror_module
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
-from pagedkv.core import AddressSpace, FramePool, MemoryManager, Observe
+from pagedkv.core import AddressSpace, FramePool, MemoryManager
 from pagedkv.errors import ConcurrentUse, InvalidRequest
 from pagedkv.kernels import registry
+from pagedkv.tiers import HostTier
 
 SPEC = KVSpec(2, 2, 64, block_size=4, dtype="float32")
 
@@ -326,43 +328,28 @@ def test_the_batch_of_one_group_is_the_batch_of_each_layer(cache: PagedKVCache) 
         list(batch)  # type: ignore[call-overload]
 
 
-OF_HANDLES = {
-    "fork",
-    "truncate",
-    "release",
-    "is_stale",
-    "length_of",
-    "pages_of",
-    "tokens_of",
-    "detach",
-    "holds",
-}
-OF_THE_CACHE = {"findable_pages", "restoring", "frame_generations", "snapshot"}
-OF_THE_CACHE |= {"page_changes", "frame_views", "last_event"}
-"""MemoryManager's methods that an engine calls on an AddressSpace, and those that PagedKVCache calls itself."""
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_a_cache_that_is_dropped_gives_its_memory_back_at_once(has_tier: bool) -> None:
+    """Not when the garbage collector runs next. With tiers it does so once they are closed."""
+    cache = PagedKVCache(SPEC, num_frames=8, tiers=[HostTier("1MiB")] * has_tier)
+    cache.commit(cache.plan([space := cache.open(range(5))], [8]), list(range(8)))
+    assert cache.fetch(range(9)).wait(10)
+    assert cache.tiers.close(10)
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache, space
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
-def public_names(of: type) -> set[str]:
-    return {name for name in dir(of) if not name.startswith("_")}
-
-
-def test_an_engine_finds_every_verb_of_the_manager_on_the_cache() -> None:
-    assert public_names(MemoryManager) - public_names(PagedKVCache) == (OF_HANDLES | OF_THE_CACHE) - {"snapshot"}
-    for name in sorted(
-        public_names(MemoryManager) & public_names(PagedKVCache) - {"snapshot", "plan", "commit", "abort"}
-    ):
-        theirs, ours = getattr(MemoryManager, name), getattr(PagedKVCache, name)
-        assert isinstance(ours, property) == isinstance(theirs, property), name
-        if not isinstance(theirs, property) and name != "resize":  # the manager returns the moves, the cache makes them
-            assert inspect.signature(ours) == inspect.signature(theirs), name
-
-
-def test_the_verbs_of_the_cache_are_those_of_the_manager() -> None:
-    cache = PagedKVCache(SPEC, num_frames=8, watermark=0.25, policy="2q", observe=Observe(events=64))
+def test_a_cache_is_a_manager_with_its_verbs() -> None:
+    cache = PagedKVCache(SPEC, num_frames=8, watermark=0.25, policy="2q", events=64)
     space = cache.open(range(5), tenant=b"acme")
     cache.commit(cache.plan([space], [8]), list(range(8)))
     assert (cache.available, cache.reserve, cache.pending, cache.max_pinned) == (6, 2, 0, 4)
-    assert (cache.available_to(b"acme"), cache.free_to(b"acme")) == (6, 6)
+    assert cache.available_to(b"acme") == 6
     assert [cache.admits(num_frames) for num_frames in (4, 5)] == [True, False]
     pin = cache.pin(space, owner="transfer", deadline=1.0)
     cache.unpin(pin)
@@ -371,7 +358,7 @@ def test_the_verbs_of_the_cache_are_those_of_the_manager() -> None:
     assert cache.why(list(range(9)), tenant=b"umbra").reason == "other root"
     assert cache.advance(1) == 2
     assert len(cache.events_snapshot().blocks) == len(cache.events(0)) == 2
-    assert (cache.evict(1), cache.forget(), cache.mean_run()) == (1, 1, cache.manager.mean_run())
+    assert (cache.evict(1), cache.forget(), cache.mean_run()) == (1, 1, 0.0)
     cache.set_quota(b"umbra", hard=3)
     assert cache.usages() == {b"umbra": cache.usage(b"umbra")}
     cache.own()
@@ -441,7 +428,7 @@ def test_memory_buys_as_many_frames_as_fit() -> None:
 @pytest.mark.parametrize("of", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda of: of.__name__)
 def test_a_pool_is_neither_copied_nor_pickled(of: Callable[[object], object]) -> None:
     cache = PagedKVCache(SPEC, num_frames=8)
-    for pool in (cache, cache.manager, FramePool(8)):
+    for pool in (cache, MemoryManager(8, 4), FramePool(8)):
         with pytest.raises(
             InvalidRequest, match="cannot be copied or pickled, since both would give out the same frames"
         ):

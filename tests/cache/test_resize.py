@@ -139,7 +139,7 @@ def fragmented() -> tuple[PagedKVCache, AddressSpace]:
 
 
 def sizes(cache: PagedKVCache) -> tuple[int, int, int]:
-    return cache.num_frames, cache.storage.num_frames, len(cache.manager.state.frames)
+    return cache.num_frames, cache.storage.num_frames, len(cache.state.frames)
 
 
 @pytest.mark.parametrize("size", [4, 60])

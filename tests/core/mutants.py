@@ -285,7 +285,7 @@ FAULTS = (
         "pool/frames.py",
         "        reg[NUM_RETIRED] -= 1\n        note_peak(records, reg)\n",
         "        reg[NUM_RETIRED] -= 1\n",
-        POOL_MACHINE,
+        POOL_LAWS,
     ),
     Fault(
         "a match has every page that a window sees: companions are taken for granted",
@@ -297,8 +297,8 @@ FAULTS = (
     Fault(
         "the rows of a rectangle end at one column: a window may lack a page before it",
         "spaces/opening.py",
-        "            if most == known:\n                return most\n",
-        "            return most\n",
+        "        if most == known:\n            return most\n",
+        "        return most\n",
         OPENING,
     ),
     Fault(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.core import AddressSpace, Group, MemoryManager, Observe
+from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.core.arguments import frame_row, token_row
 from pagedkv.core.policies import LRU, Cost
 from pagedkv.errors import InvalidRequest
@@ -18,7 +18,7 @@ Call = Callable[[MemoryManager, AddressSpace], Any]
 
 
 def manager_and_space() -> tuple[MemoryManager, AddressSpace]:
-    mm = MemoryManager(16, 4, observe=Observe(events=8))
+    mm = MemoryManager(16, 4, events=8)
     return mm, grown(mm, [1] * 9)
 
 
@@ -36,11 +36,10 @@ WRONG: dict[str, Call] = {
     "policy of a number": lambda m, a: MemoryManager(8, 4, policy=7),  # type: ignore[arg-type]
     "policy that is a class": lambda m, a: MemoryManager(8, 4, policy=LRU),  # type: ignore[arg-type]
     "policy of scale 0": lambda m, a: MemoryManager(8, 4, policy=Cost(scale=0)),
-    "observe of a number": lambda m, a: MemoryManager(8, 4, observe=8),  # type: ignore[arg-type]
     "groups of one Group": lambda m, a: MemoryManager(8, 4, groups=Group()),  # type: ignore[arg-type]
     "groups of numbers": lambda m, a: MemoryManager(8, 4, groups=[8]),  # type: ignore[list-item]
-    "Observe of half an event": lambda m, a: Observe(events=1.5),  # type: ignore[arg-type]
-    "Observe of a bool": lambda m, a: Observe(events=True),
+    "half an event": lambda m, a: MemoryManager(8, 4, events=1.5),  # type: ignore[arg-type]
+    "events of a bool": lambda m, a: MemoryManager(8, 4, events=True),
     "Group with a bool": lambda m, a: Group(window=True),
     "open for a tenant of text": lambda m, a: m.open(tenant="a"),  # type: ignore[arg-type]
     "open for tenant None": lambda m, a: m.open(tenant=None),  # type: ignore[arg-type]
@@ -156,7 +155,7 @@ class Two:
     "two", [np.int64(2), np.uint8(2), np.array(2), Two()], ids=["int64", "uint8", "0-d array", "__index__"]
 )
 def test_any_object_that_python_accepts_as_an_int_is_taken(two: Any) -> None:
-    mm = MemoryManager(np.int64(16), two, observe=Observe(events=two), groups=(Group(), Group(window=two, sinks=two)))
+    mm = MemoryManager(np.int64(16), two, events=two, groups=(Group(), Group(window=two, sinks=two)))
     assert (mm.num_frames, mm.block_size, mm.groups[1]) == (16, 2, Group(window=2, sinks=2))
     mm.set_quota(b"t", hard=two, soft=two, protected=two)
     space = grown(mm, [1] * 7)

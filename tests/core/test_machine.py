@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedkv.core import AddressSpace, Group, MemoryManager, Observe
+from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.core import state as st
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
             block_size,
             prefix_cache=prefix_cache,
             policy=policy,
-            observe=Observe(events=events),
+            events=events,
             groups=groups,
         )
         self.reader = Follower(self.mm, since=0)

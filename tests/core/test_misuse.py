@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Plan
+from pagedkv.core import AddressSpace, Group, MemoryManager, Plan
 from pagedkv.errors import (
     ConcurrentUse,
     DoubleRelease,
@@ -191,7 +191,7 @@ def test_an_owned_manager_refuses_other_threads_at_any_time(scene: Scene) -> Non
 
 def test_only_the_owner_reads_events_and_any_thread_reads_figures() -> None:
     """Reading events changes the names that the log keeps: two readers at once would name pages wrongly."""
-    mm = MemoryManager(8, 4, observe=Observe(events=8))
+    mm = MemoryManager(8, 4, events=8)
     mm.own()
     for read in (lambda: mm.events(0), mm.events_snapshot):
         assert isinstance(in_a_thread(read), ConcurrentUse)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Pin, Plan
+from pagedkv.core import AddressSpace, Group, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
 from pagedkv.errors import EventsLost, InvalidRequest, OutOfFrames, PlanConflict
 
@@ -54,7 +54,7 @@ class Walk:
             world.block_size,
             policy=world.policy,
             groups=world.groups,
-            observe=Observe(events=16),
+            events=16,
         )
         self.mm.state.reg[st.KEY] = KEY
         self.epoch, self.refused, self.conflicts = FIRST_EPOCH, 0, 0

@@ -19,26 +19,25 @@ import numpy.typing as npt
 
 from pagedkv import debug
 from pagedkv.core import state as st
+from pagedkv.core import tenants
 from pagedkv.core.arguments import flag, tenant_name, whole
 from pagedkv.core.check.frame_pool import check_frame_pool
 from pagedkv.core.frame_pool import batches
 from pagedkv.core.frame_pool.packed import pack
 from pagedkv.core.frame_pool.rows import Frames, Keys, frame_numbers, key_row, token_positions
-from pagedkv.core.observe.stats import PoolStats, gather_pool
+from pagedkv.core.observe.stats import PoolStats, gather_pool, usages_of
 from pagedkv.core.policies import Policy, advised, chosen, install
 from pagedkv.core.pool import epochs
-from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.state import I32, I64
 from pagedkv.core.tables import steps
 from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_rows
 from pagedkv.core.tables.step_errors import refuse_plan
-from pagedkv.core.tenants import TenantMixin, pool_share
-from pagedkv.core.thread_guard import exclusive
+from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
 
 
-class FramePool(TenantMixin):
+class FramePool(ThreadGuard):
     """A pool of frames for an engine with page tables of its own: references, keys, eviction.
 
     A frame that is taken has one reference. Without a reference, a frame that has a key stays cached: `find` finds it
@@ -47,7 +46,6 @@ class FramePool(TenantMixin):
     key_bytes:  the length of a key. Keys are opaque, and compared byte for byte.
     policy:     the order in which cached frames are evicted, see MemoryManager.
     twins:      whether several frames may have one key. If not, `publish` says which frame has it.
-    watermark:  share of the pool that `admits` keeps free for the sequences that run already.
     Raises:     InvalidRequest for sizes or options that make no sense.
     """
 
@@ -58,13 +56,11 @@ class FramePool(TenantMixin):
         key_bytes: int = 32,
         policy: str | Policy = "lru",
         twins: bool = False,
-        watermark: float = 0.0,
     ) -> None:
         self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
         self.key_bytes: int = whole(key_bytes, "key_bytes", 1, 4097)
         self.policy: Policy = chosen(policy)
         self.twins: bool = flag(twins, "twins")
-        self._watermark = pool_share(watermark, "watermark")
         words = -(-self.key_bytes // 4)
         try:
             state = st.new_state(self.num_frames, group_rows((Group(),)), block_size=words, publishing=True)
@@ -73,8 +69,7 @@ class FramePool(TenantMixin):
                 f"{num_frames} frames with keys of {key_bytes} bytes: no memory for them ({error})"
             ) from None
         install(self.policy, state.reg)
-        self._roots = Roots()  # a key names no tenant, so there are none
-        self._accounts = {}
+        self._accounts: dict[bytes, int] = {}
         self._proves = debug.level() >= 3
         self._held = state, pack(state)
         self._begin_guard()
@@ -316,11 +311,34 @@ class FramePool(TenantMixin):
             self.check()
         return passed
 
+    # -- tenants -------------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
+        """Limit the frames that are charged to `tenant`, or change its limits. See MemoryManager.set_quota.
+
+        Frames that were taken before the first quota of a tenant are not charged to it.
+        """
+        limits = tenants.Limits.of(self.state, self._accounts, tenant, (hard, soft, protected))
+        if tenant not in self._accounts:
+            self.state = tenants.with_account(self.state, self._accounts)
+            self._accounts[tenant] = len(self._accounts) + 1
+        limits.set(self.state, self._accounts[tenant])
+
     # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """int, frames: how many `take` could give now, free or evictable. Quotas may leave fewer to a tenant."""
+        return tenants.available(self.state)
+
+    def available_to(self, tenant: bytes = b"") -> int:
+        """Return how many frames `take` could give to `tenant` now. See MemoryManager.available_to."""
+        return max(0, min(tenants.headroom(self.state, self._account(tenant))))
 
     def stats(self) -> PoolStats:
         """Return the counters of the pool. O(1), or O(frames) if a tenant has a quota."""
-        return gather_pool(self.state, self.usages())
+        return gather_pool(self.state, usages_of(self.state, self._accounts) if self._accounts else {})
 
     def check(self, level: int = 3) -> None:
         """Check the invariants. O(frames). Compare `references()` with your page tables for I2.

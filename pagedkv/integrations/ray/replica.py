@@ -17,7 +17,6 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from pagedkv.core import Observe
 from pagedkv.errors import EngineStopped, InvalidRequest
 from pagedkv.integrations.ray.router import PrefixRouter
 from pagedkv.integrations.zmq_events import EventPublisher
@@ -47,7 +46,7 @@ class PagedReplica:
     def __init__(
         self, folder: str | None = None, *, events: int = 1 << 16, interface: str | None = None, **options: Any
     ) -> None:
-        self._engine = Engine.load(folder, observe=Observe(events=events), **options)
+        self._engine = Engine.load(folder, events=events, **options)
         address = interface or ray.util.get_node_ip_address()
         host = f"[{address}]" if ":" in address else address
         self._publisher = EventPublisher(self._engine.cache, f"tcp://{host}:*", form="digests", bind=True)

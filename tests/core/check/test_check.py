@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import MemoryManager
 from pagedkv.core import state as st
 from pagedkv.core.state import State
 from pagedkv.errors import InvariantViolation
@@ -26,7 +26,7 @@ def busy() -> MemoryManager:
 
     All tests share it, and leave it as it was.
     """
-    mm = MemoryManager(96, 4, policy="2q", observe=Observe(events=32))
+    mm = MemoryManager(96, 4, policy="2q", events=32)
     for token, advice in ((1, "WILLNEED"), (2, "COLD"), (3, "DONTNEED")):
         space = grown(mm, [token] * 21)
         mm.advise(space, advice)

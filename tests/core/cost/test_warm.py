@@ -18,7 +18,6 @@ from numba.core.registry import CPUDispatcher
 from pagedkv.core import Group, compiled, manager, recovery, warm
 from pagedkv.core import state as st
 from pagedkv.core.manager import MemoryManager
-from pagedkv.core.spaces import opening
 from tests.core.oracle import everything, grown
 
 
@@ -153,12 +152,12 @@ def test_python_runs_the_same_functions_until_they_are_compiled(
 
 def test_the_compiled_functions_are_taken_when_all_are_there(program: Path, views: None) -> None:
     program.write_text("#!/bin/sh\nexit 0\n")
-    modules = manager.steps, manager.page_tables, recovery.steps, opening.page_tables
+    modules = manager.steps, manager.page_tables, recovery.steps, recovery.page_tables
     warm.begin_warm_up(uncompiled=True)
     for thread in threading.enumerate():
         if thread.name == "pagedkv-compile":
             thread.join(30)
-    assert (manager.steps, manager.page_tables, recovery.steps, opening.page_tables) == modules
+    assert (manager.steps, manager.page_tables, recovery.steps, recovery.page_tables) == modules
     assert isinstance(manager.steps.plan_step, CPUDispatcher)
 
 

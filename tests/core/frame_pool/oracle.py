@@ -175,7 +175,7 @@ class PoolOracle:
         if pool.policy.name == "lru" and not self.quotas:
             assert victims == self.victims()
         for tenant in self.quotas:
-            assert pool.usage(tenant).used == self.used(tenant)
+            assert pool.stats().tenants[tenant].used == self.used(tenant)
         self.verify_keys()
 
     def verify_keys(self) -> None:

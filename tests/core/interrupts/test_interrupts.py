@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Pin, Plan
+from pagedkv.core import AddressSpace, Group, MemoryManager, Pin, Plan
 from pagedkv.core.prefix.events import Event, EventLog
 from pagedkv.core.state import EPOCH
 from pagedkv.errors import ConcurrentUse, InvalidRequest, PlanConflict
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 MANAGERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "observed": {"observe": Observe(events=256), "policy": "2q"},
+    "observed": {"events": 256, "policy": "2q"},
     "groups": {"groups": (Group(), Group(window=40))},
 }
 
@@ -95,7 +95,7 @@ class Engine:
     @property
     def is_observed(self) -> bool:
         """True if the manager keeps events."""
-        return bool(self.mm._observe.events)
+        return len(self.mm.state.log) > 0
 
     def restore(self) -> None:
         with self.mm.restoring():
@@ -384,7 +384,7 @@ def test_a_plan_is_settled_once_whatever_its_attributes_say(mm: MemoryManager) -
             settle()
     assert len(space) == 6
     mm.check()
-    assert not mm._plans
+    assert not mm._registry.plans
 
 
 def test_only_the_manager_writes_page_tables(mm: MemoryManager) -> None:
@@ -428,7 +428,7 @@ def test_recover_gives_back_what_no_handle_names_and_nothing_else(mm: MemoryMana
     assert sorted(text.split(" was dropped")[0] for text in texts) == sorted(LOST)
     assert all("opened at test_interrupts.py:" in text for text in texts), texts
     assert mm.recover() == (1, 1, 2)
-    assert len(mm._sites) == 3  # those of the handles that live
+    assert len(mm._registry._sites) == 3  # those of the handles that live
     mm.check()
     assert mm.recover() == (0, 0, 0)
     mm.unpin(pins[0])
@@ -463,7 +463,7 @@ def test_compiled_functions_that_change_the_state_run_no_python(kind: str) -> No
             call(engine)
         finally:
             sys.setprofile(None)
-    assert ran <= {("pin", "_numba_unpickle")}  # prefix_closure returns an array, and changes nothing
+    assert ran <= {("_closure", "_numba_unpickle")}  # prefix_closure returns an array, and changes nothing
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -8,14 +8,14 @@ import struct
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager
 from pagedkv.core.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, as_array, as_map
 from pagedkv.errors import EventsLost, InvalidRequest
 from tests.core.oracle import Follower, content_digest, findable, grown
 
 
 def watched(num_frames: int = 16, events: int = 64) -> MemoryManager:
-    return MemoryManager(num_frames, 4, observe=Observe(events=events))
+    return MemoryManager(num_frames, 4, events=events)
 
 
 def test_a_stored_page_is_named_by_the_chain_of_all_its_tokens() -> None:
@@ -128,7 +128,7 @@ def test_a_log_that_went_round_unread_begins_again_from_a_snapshot() -> None:
 
 def test_a_page_without_prefix_is_removed_only_with_its_twin() -> None:
     """A page loses its prefix, and an equal page is computed: two frames have one name, and one can be found."""
-    mm = MemoryManager(8, 4, groups=(Group(window=4),), observe=Observe(events=64))
+    mm = MemoryManager(8, 4, groups=(Group(window=4),), events=64)
     orphan = grown(mm, [1] * 9)  # page 0 is behind its window
     assert mm.evict(1) == 1
     twin = grown(mm, [1] * 9)
@@ -193,7 +193,7 @@ def predicted(reader: Follower, tokens: list[int], groups: tuple[Group, ...], si
 def test_a_router_that_follows_the_events_of_all_groups_knows_what_a_prompt_will_match(
     groups: tuple[Group, ...], events: int
 ) -> None:
-    mm, rng = MemoryManager(60, 2, groups=groups, observe=Observe(events=events)), np.random.default_rng(1)
+    mm, rng = MemoryManager(60, 2, groups=groups, events=events), np.random.default_rng(1)
     reader, matched = Follower(mm, since=0), 0
     for turn in range(150):
         grown(mm, rng.integers(0, 2, rng.integers(1, 14)).tolist()).release()
@@ -210,7 +210,7 @@ def test_a_router_that_follows_the_events_of_all_groups_knows_what_a_prompt_will
 
 
 def test_an_evicted_companion_is_removed_before_its_leader() -> None:
-    mm = MemoryManager(16, 4, groups=(Group(), Group()), observe=Observe(events=16))
+    mm = MemoryManager(16, 4, groups=(Group(), Group()), events=16)
     grown(mm, [1] * 9).release()
     stored = [(type(event), event.group) for event in mm.events(0)]  # type: ignore[union-attr]
     assert stored == [(BlockStored, group) for group in (0, 1, 0, 1)]
@@ -282,7 +282,7 @@ def test_the_form_of_sglang_is_an_array_with_its_type_first_and_short_hashes() -
 def test_a_manager_that_keeps_no_events_says_how_to_keep_them() -> None:
     mm = MemoryManager(4, 4)
     for ask in (lambda: mm.events(0), mm.events_snapshot):
-        with pytest.raises(InvalidRequest, match=r"observe=Observe\(events=N\)"):
+        with pytest.raises(InvalidRequest, match="events=N"):
             ask()
     assert mm.state.log.nbytes == 0
 
@@ -295,4 +295,4 @@ def test_a_number_beyond_the_newest_event_is_refused(since: int, why: str) -> No
 
 def test_a_negative_number_of_events_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="events is -1"):
-        Observe(events=-1)
+        MemoryManager(8, 4, events=-1)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager
 from pagedkv.errors import ConcurrentUse
 from tests.core.oracle import grown
 
@@ -22,7 +22,7 @@ PROMPT_FIGURES = (
 
 def observed(**options: object) -> MemoryManager:
     """Return a manager that counts everything about prompts, for two tenants, and has counted some."""
-    mm = MemoryManager(64, 4, observe=Observe(events=64), **options)  # type: ignore[arg-type]
+    mm = MemoryManager(64, 4, events=64, **options)  # type: ignore[arg-type]
     mm.set_quota(b"acme", hard=48)
     grown(mm, [1] * 10, tenant=b"acme").release()
     grown(mm, [1] * 10).release()
@@ -44,50 +44,6 @@ def test_prefix_cache_says_whether_prompts_find_published_pages(on: bool) -> Non
     assert mm.prefix_cache is on
     grown(mm, [1] * 9)
     assert (len(mm.open([1] * 9)) > 0) is on
-    assert (len(mm.findable_pages()) > 0) is on
-
-
-def test_findable_pages_list_each_page_after_its_prefix_with_its_tokens_and_tenant(mm: MemoryManager) -> None:
-    first, branch, other = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]
-    long = grown(mm, [*first, *branch, 0])
-    short = grown(mm, [*first, *other, 0])
-    grown(mm, [*first, 0], tenant=b"acme").release()
-    pages = mm.findable_pages()
-    assert all(page.parent < number for number, page in enumerate(pages))
-    prefixes: list[list[int]] = []
-    for page in pages:
-        before = prefixes[page.parent] if page.parent >= 0 else []
-        prefixes.append([*before, *page.token_ids.tolist()])
-        assert page.parent < 0 or pages[page.parent].tenant == page.tenant
-    found = {(page.tenant, tuple(prefix)) for page, prefix in zip(pages, prefixes, strict=True)}
-    assert found == {
-        (b"", tuple(first)),
-        (b"", (*first, *branch)),
-        (b"", (*first, *other)),
-        (b"acme", tuple(first)),
-    }
-    assert len(pages) == 4
-    frames = {page.frames for page in pages if page.tenant == b""}
-    assert frames == {(frame,) for space in (long, short) for frame in space.pages[:2].tolist()}
-
-
-def test_findable_pages_leave_out_a_page_that_one_group_lacks_and_its_suffixes() -> None:
-    mm = MemoryManager(32, 4, groups=(Group(), Group(window=4)))
-    space = grown(mm, list(range(13)))
-    kept = mm.findable_pages()
-    for page in kept:
-        assert len(page.frames) == 2
-        assert -1 not in page.frames
-    space.release()
-    mm.evict(32)
-    assert mm.findable_pages() == []
-
-
-def test_findable_pages_are_copies(mm: MemoryManager) -> None:
-    grown(mm, [1, 2, 3, 4, 5])
-    mm.findable_pages()[0].token_ids[:] = 7
-    assert mm.findable_pages()[0].token_ids.tolist() == [1, 2, 3, 4]
-    mm.check()
 
 
 def test_restoring_counts_in_no_statistic_of_prompts() -> None:

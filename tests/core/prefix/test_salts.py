@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager
 from pagedkv.core import state as st
 from pagedkv.core.prefix.events import BlockStored, as_map
 from pagedkv.errors import InvariantViolation
@@ -135,7 +135,7 @@ def test_a_tenant_of_salted_prompts_gets_no_first_quota(mm: MemoryManager) -> No
 
 
 def test_events_name_pages_by_their_salts() -> None:
-    mm = MemoryManager(16, 4, observe=Observe(events=64))
+    mm = MemoryManager(16, 4, events=64)
     reader = Follower(mm, since=0)
     for salt in ({5: b"cat"}, {5: b"dog"}, {}):
         grown(mm, PROMPT[:9], b"acme", salt).release()
@@ -155,7 +155,7 @@ def test_events_name_pages_by_their_salts() -> None:
 
 
 def test_a_root_whose_number_was_reused_has_the_salts_of_its_time() -> None:
-    mm = MemoryManager(40, 4, observe=Observe(events=400))
+    mm = MemoryManager(40, 4, events=400)
     for number in range(40):
         grown(mm, [7] * 5, salt={2: b"image %d" % number}).release()
         mm.evict(1)

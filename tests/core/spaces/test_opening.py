@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager
 from pagedkv.core import state as st
 from pagedkv.errors import InvalidRequest
 from tests.core.oracle import everything, grown
@@ -17,7 +17,7 @@ PROMPT = list(range(100, 130))
 
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 9, 30])
 def test_lookup_answers_what_open_maps_and_changes_nothing(length: int) -> None:
-    mm = MemoryManager(64, 4, observe=Observe(events=9))
+    mm = MemoryManager(64, 4, events=9)
     grown(mm, PROMPT[:18], tenant=b"acme").release()
     before, stats = everything(mm), mm.stats()
     known = mm.lookup(PROMPT[:length], tenant=b"acme")

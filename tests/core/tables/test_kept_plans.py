@@ -29,7 +29,7 @@ def test_a_page_is_planned_once_and_committed_token_by_token(mm: MemoryManager) 
     mm.commit(plan, [12], [1], keep_planned=True)
     assert plan.settled == "committed"
     assert space.token_ids.tolist() == list(range(1, 13))
-    assert not mm._plans
+    assert not mm._registry.plans
     mm.check()
 
 

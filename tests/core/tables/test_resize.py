@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
 from tests.core.oracle import everything, grown
@@ -182,7 +182,7 @@ def test_shares_of_the_pool_follow_its_size() -> None:
 
 
 def test_events_follow_a_move() -> None:
-    mm = MemoryManager(32, 4, observe=Observe(events=256))
+    mm = MemoryManager(32, 4, events=256)
     blocker = grown(mm, [9] * 40)
     grown(mm, [1] * 9).release()
     blocker.release()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pagedkv.core import Group, MemoryManager, Observe, page_digests
+from pagedkv.core import Group, MemoryManager, page_digests
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
 
@@ -33,7 +33,7 @@ def until_known(index: PrefixIndex[str], reader: EventReader, publisher: EventPu
 
 
 def test_a_reader_that_joins_late_knows_what_was_there_and_what_comes() -> None:
-    mm, index = MemoryManager(64, 4, observe=Observe(events=1024)), PrefixIndex[str]()
+    mm, index = MemoryManager(64, 4, events=1024), PrefixIndex[str]()
     publisher = EventPublisher(mm, "tcp://127.0.0.1:*", form="digests")
     run(mm, list(range(20)))
     publisher.publish()
@@ -55,7 +55,7 @@ def test_a_reader_that_joins_late_knows_what_was_there_and_what_comes() -> None:
 
 
 def test_a_gap_in_the_numbers_is_filled_by_all_that_can_be_found() -> None:
-    mm, index, draw = MemoryManager(64, 4, observe=Observe(events=1024)), PrefixIndex[str](), random.Random(0)
+    mm, index, draw = MemoryManager(64, 4, events=1024), PrefixIndex[str](), random.Random(0)
     publisher = EventPublisher(mm, "tcp://127.0.0.1:*", form="digests")
     context = zmq.Context()
     reader = EventReader(context, publisher.endpoint)
@@ -77,7 +77,7 @@ def test_a_gap_in_the_numbers_is_filled_by_all_that_can_be_found() -> None:
 
 def test_pages_behind_a_window_are_no_gap_in_a_prefix() -> None:
     """The group with a window gives back pages that the other group keeps: the prompt is found as before."""
-    mm = MemoryManager(64, 4, groups=(Group(), Group(window=4)), observe=Observe(events=1024))
+    mm = MemoryManager(64, 4, groups=(Group(), Group(window=4)), events=1024)
     publisher = EventPublisher(mm, "tcp://127.0.0.1:*", form="digests")
     index, ids = PrefixIndex[str](), list(range(40))
     context = zmq.Context()

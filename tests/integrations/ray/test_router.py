@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import MemoryManager
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
 
@@ -28,7 +28,7 @@ class Replica:
 
     def __init__(self, name: str) -> None:
         self.replica_id = name
-        self.mm = MemoryManager(64, 4, observe=Observe(events=1024))
+        self.mm = MemoryManager(64, 4, events=1024)
         self.publisher = EventPublisher(self.mm, "tcp://127.0.0.1:*", form="digests")
         self.routing_stats: dict[str, Any] = {"events": self.publisher.endpoint, "block_size": 4}
 

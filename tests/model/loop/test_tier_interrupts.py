@@ -50,7 +50,7 @@ def test_an_interrupted_fetch_from_a_tier_loses_no_window(
         return engine, request
 
     engine, _ = begun()
-    groups, total = engine.cache.manager.groups, count_instructions(engine.step)
+    groups, total = engine.cache.groups, count_instructions(engine.step)
     assert groups[0].window
     engine.run()
     engine.cache.tiers.close()
@@ -60,8 +60,8 @@ def test_an_interrupted_fetch_from_a_tier_loses_no_window(
             Interrupter(at).run(engine.step)
         engine.run()
         assert outputs([request]) == want, f"instruction {at}"
-        assert engine.cache.manager.groups == groups
-        assert engine.cache.manager.state.groups[0, 0] == groups[0].window
+        assert engine.cache.groups == groups
+        assert engine.cache.state.groups[0, 0] == groups[0].window
         engine.cache.tiers.quiesce()
         gc.collect()
         engine.step()
