@@ -7,9 +7,7 @@ Grid      (programs, kv heads * head tiles). A program owns an equal share of al
           bus once.
 Program   for each piece of its share: walk the keys (tile.py); then store the finished output, if the piece is a whole
           sequence, or a partial (out float32, LSE) in a slot.
-Merge     of partials: a second small launch, one program per (query, head). If the tuning sets one_launch, the program
-          that stores a sequence's last partial merges in the first launch; an atomic ticket per sequence tells which
-          program is the last. Both ways compute the same sums.
+Merge     of partials: a second small launch, one program per (query, head).
 Memory    num_stages tiles of N keys in flight (K and V, N * (D + Dv) * bytes each) while one tile is consumed; frames
           are loaded one tile ahead.
 Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per page of the table; partials: (programs + B) * H * Dv * 4,
@@ -28,7 +26,6 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.layout import FARTHEST
-from pagedkv.kernels.triton.elements import part_columns
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.partition import ends_and_share, first_seen_unit, sequence_of_unit, slots_of_sequence
 from pagedkv.kernels.triton.specialisation import (
@@ -52,16 +49,14 @@ if TYPE_CHECKING:
 # do_not_specialize: these numbers change from step to step
 @triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence", "tree", "tree_stride"])
 def decode_kernel(
-    q, out, lse, part_out, part_lse, tickets, pool, tables, rules, strides,
+    q, out, lse, part_out, part_lse, pool, tables, rules, strides,
     num_sequences, max_queries, unit, units_per_sequence, tree, tree_stride,
-    SPEC: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    SPEC: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the line of units, for one kv head and one tile of its query heads.
 
     pool, tables, rules, strides: tuples, see specialisation.py.   SPEC: the Specialisation.
     tree, tree_stride: see `mask_of`.
-    tickets: int32 [B, heads], zeros: partials stored so far; used if SPEC.one_launch.
-    ROWS:    the rows of a tile that a sequence can fill.          AT_ONCE: partials merged in one step.
     """
     if SPEC.split:  # a function cannot return None in a tuple
         rules = (rules[0], rules[1], rules[2], rules[3], rules[4], tree, tree_stride, rules[7])
@@ -79,30 +74,12 @@ def decode_kernel(
         if (at == begin) & (until == end):
             finish(out, lse, acc0, acc1, lse2, token, head, ok, rules[3], strides, SPEC)
         else:
-            first_slot, pieces = slots_of_sequence(b, begin, end, share, units_per_sequence, SPEC)
+            first_slot, _ = slots_of_sequence(b, begin, end, share, units_per_sequence, SPEC)
             slot = first_slot + (at - begin if SPEC.split else p - begin // share)
             row = (slot * tl.num_programs(1) + h) * SPEC.M + tl.arange(0, SPEC.M)
             store_parts(part_out, row * SPEC.Dv, ok, acc0, acc1, SPEC)
             tl.store(part_lse + row, lse2, mask=ok)
-            if SPEC.one_launch:
-                tl.debug_barrier()  # all threads have stored before one of them draws the ticket
-                before = tl.atomic_add(tickets + b.to(tl.int64) * tl.num_programs(1) + h, 1, sem="acq_rel")
-                if before == pieces - 1:
-                    parts = (part_out, part_lse, first_slot, pieces)
-                    merge_rows(out, lse, parts, b, h, tables[4], rules[3], strides, ROWS, AT_ONCE, SPEC)
         at = until
-
-
-@triton.jit
-def rows_of(h, b, cu_seqlens_q, ROWS: tl.constexpr, SPEC: tl.constexpr):
-    """Return the first ROWS rows of a tile of sequence b: token int64, query, head, whether the row exists.
-
-    The last result is the number of new tokens of the sequence.
-    """
-    first_query = tl.load(cu_seqlens_q + b)
-    num_new = tl.load(cu_seqlens_q + b + 1) - first_query
-    query, head, ok = query_rows(h % SPEC.head_tiles, 0, num_new, ROWS, SPEC)
-    return (first_query + query).to(tl.int64), query, head + h // SPEC.head_tiles * SPEC.G, ok, num_new
 
 
 @triton.jit
@@ -114,7 +91,10 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
     table, table_stride, table_rows, seq_lens, cu_seqlens_q, _ = tables
     window, slopes, tree_stride = rules[2], rules[4], rules[6]
     n = tl.load(seq_lens + b)
-    token, query, head, ok, num_new = rows_of(h, b, cu_seqlens_q, SPEC.M, SPEC)
+    first_query = tl.load(cu_seqlens_q + b)
+    num_new = tl.load(cu_seqlens_q + b + 1) - first_query
+    query, head, ok = query_rows(h % SPEC.head_tiles, 0, num_new, SPEC.M, SPEC)
+    token, head = (first_query + query).to(tl.int64), head + h // SPEC.head_tiles * SPEC.G
     rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right_of(b, tables, rules, SPEC), n)
     if SPEC.alibi:
         slopes = tl.load(slopes + head, mask=ok, other=0.0)
@@ -128,41 +108,6 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
     acc0, acc1, m, l = walk(q_parts, first, last, row_of_table, pool, h // SPEC.head_tiles, rows, slopes, rules, SPEC)
     acc0, acc1, lse2 = normalised(acc0, acc1, m, l)
     return token, head, ok, acc0, acc1, lse2
-
-
-@triton.jit
-def merge_rows(
-    out, lse, parts, b, h, cu_seqlens_q, sinks, strides, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SPEC: tl.constexpr
-):  # fmt: skip
-    """Merge all pieces of one tile of a sequence and store the output; runs in the program that stored the last piece.
-
-    Pieces are merged in the order of keys, AT_ONCE loads in flight together, so the result does not depend on the
-    program.
-    """
-    part_out, part_lse, first_slot, pieces = parts
-    token, _, head, ok, _ = rows_of(h, b, cu_seqlens_q, ROWS, SPEC)
-    SECOND: tl.constexpr = SPEC.kind == "int4" or SPEC.V1 > 0
-    m, l = tl.full([ROWS], float("-inf"), tl.float32), tl.full([ROWS], 0.0, tl.float32)
-    acc0, acc1 = tl.full([ROWS, SPEC.V0], 0.0, tl.float32), tl.full([ROWS, SPEC.second], 0.0, tl.float32)
-    c0 = part_columns(0, SPEC.V0, SPEC.V1, SPEC)
-    c1 = part_columns(1, SPEC.V0, SPEC.V1, SPEC) if SECOND else c0
-    for first in range(0, pieces, AT_ONCE):
-        j = first + tl.arange(0, AT_ONCE)
-        row = ((first_slot + j)[:, None] * tl.num_programs(1) + h) * SPEC.M + tl.arange(0, ROWS)[None, :]
-        there = (j < pieces)[:, None] & ok[None, :]
-        one = tl.load(part_lse + row, mask=there, other=float("-inf"))
-        top = tl.maximum(m, tl.max(one, 0))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        weight, fade = tl.exp2(one - safe[None, :]), tl.exp2(m - safe)
-        at = part_out + (row * SPEC.Dv)[:, :, None]
-        value = tl.load(at + c0[None, None, :], mask=there[:, :, None] & (c0 < SPEC.Dv)[None, None, :], other=0.0)
-        acc0 = acc0 * fade[:, None] + tl.sum(value * weight[:, :, None], 0)
-        if SECOND:
-            value = tl.load(at + c1[None, None, :], mask=there[:, :, None] & (c1 < SPEC.Dv)[None, None, :], other=0.0)
-            acc1 = acc1 * fade[:, None] + tl.sum(value * weight[:, :, None], 0)
-        m, l = top, l * fade + tl.sum(weight, 0)
-    acc0, acc1, lse2 = normalised(acc0, acc1, m, l)
-    finish(out, lse, acc0, acc1, lse2, token, head, ok, sinks, strides, SPEC)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence", "programs", "num_rows"])
@@ -243,7 +188,7 @@ def _decode(call: AttentionCall, above: int, max_queries: int) -> None:
     if M == 16:
         tuned = tuned_for(call, "decode_16")
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
-    spec = replace(spec, one_launch=tuned.one_launch, mixed=max_queries > 1 or spec.tree, above=above)
+    spec = replace(spec, mixed=max_queries > 1 or spec.tree, above=above)
     many_warps = M == 64 or (M == 32 and spec.dtype == tl.float32)  # with fewer warps, accumulators would spill
 
     heads, unit = K * spec.head_tiles, min(call.split_tokens or spec.N, FARTHEST)
@@ -252,18 +197,14 @@ def _decode(call: AttentionCall, above: int, max_queries: int) -> None:
     slots = B * units_per_sequence if spec.split else programs + B if programs > 1 else 0
     part_out = call.q.new_empty((slots, heads, spec.M, Dv), dtype=torch.float32)
     part_lse = call.q.new_empty((slots, heads, spec.M), dtype=torch.float32)
-    # in a captured graph, each replay clears the tickets again
-    tickets = call.q.new_zeros((B, heads), dtype=torch.int32) if spec.one_launch else None
     tuples = tables_of(call), rules_of(call), strides_of(call)
     max_queries = min(max_queries, call.max_seqlen_q)  # merged, and never the size of a tile
     sizes, constants = (B, max_queries, unit, units_per_sequence), {"SPEC": spec, "BATCH": triton.next_power_of_2(B)}
-    rows = min(rows, spec.M)
     decode_kernel[programs, heads](
-        call.q, call.out, call.lse, part_out, part_lse, tickets, pool_of(call), *tuples, *sizes,
-        *mask_of(call), **constants, ROWS=rows, AT_ONCE=max(1, min(16, 8192 // (rows * spec.V0))),
-        num_warps=8 if many_warps else tuned.num_warps, num_stages=tuned.stages,
+        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), *tuples, *sizes,
+        *mask_of(call), **constants, num_warps=8 if many_warps else tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
-    if slots and not spec.one_launch:
+    if slots:
         merge_kernel[B * max_queries, call.q.shape[1]](
             call.out, call.lse, part_out, part_lse, *tuples, *sizes, programs, heads * spec.M,
             **constants, WIDTH=triton.next_power_of_2(Dv), num_warps=4,

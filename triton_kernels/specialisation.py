@@ -40,7 +40,6 @@ class Specialisation:
     whole_pages:      a tile of N keys lies in one page, so one frame addresses it.
     k_scale, v_scale: 0 no scale, 1 one scale for all, 2 a scale per (token, head).
     v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
-    one_launch:       the program that stores decode's last partial merges them; there is no second launch.
     mixed:            a tile may load values that not all of its rows see.
     edges:            only the last tiles of a walk are masked (prefill).
     overlapped:       before them, products with the keys of the next tile run under the softmax of a tile.
@@ -75,7 +74,6 @@ class Specialisation:
     split: bool = False
     causal: bool = False
     above: int = 0
-    one_launch: bool = False
     mixed: bool = True
     edges: bool = False
     overlapped: bool = False

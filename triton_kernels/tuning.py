@@ -30,13 +30,10 @@ INTERPRETER: Final = "interpreter"
 class Tuning:
     """The sizes of one kernel.
 
-    N:          keys of a tile.
-    M:          the most rows of a tile.
-    stages:     tiles in flight.
-    programs:   programs of a launch, per processor (decode).
-    one_launch: the last program of a row merges the row's partials; there is no second launch (decode). Never on AMD,
-                even if a table says so: a barrier on AMD waits for shared memory only, so another program could see the
-                ticket before it sees the partials of other waves.
+    N:        keys of a tile.
+    M:        the most rows of a tile.
+    stages:   tiles in flight.
+    programs: programs of a launch, per processor (decode).
     """
 
     N: int = 64
@@ -44,7 +41,6 @@ class Tuning:
     num_warps: int = 4
     stages: int = 3
     programs: int = 2
-    one_launch: bool = False
 
 
 @cache
@@ -112,8 +108,7 @@ def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     general = "decode" if kernel == "decode_16" else kernel
     table, size = _table().get(on.arch, {}), size_key(head_bytes, widest)
     found = table.get(kernel, {}).get(size) or table.get(general, {}).get(size, {})
-    tuned = replace(_by_rule(general, on, head_bytes, widest), **found)
-    return replace(tuned, one_launch=tuned.one_launch and not on.arch.startswith("gfx"))
+    return replace(_by_rule(general, on, head_bytes, widest), **found)
 
 
 def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:

@@ -149,7 +149,7 @@ class _BoundCall:
 
     def __repr__(self) -> str:
         k, name = self._layer.k, None if self.kernel is None else self.kernel.name
-        return f"{type(self).__name__}(k {checks.named(k, 'FSKD')} {k.dtype} on {k.device}, kernel={name!r})"
+        return f"{type(self).__name__}(k {list(k.shape)} {k.dtype} on {k.device}, kernel={name!r})"
 
 
 def _attention_call(*fields: Any) -> AttentionCall:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         GatherCall,
         GatherSource,
         KVLayer,
-        RotaryTable,
         WriteCall,
     )
     from pagedkv.spec import KVSpec
@@ -206,7 +205,12 @@ def _scales(layer: KVLayer | AttentionCall | WriteCall | GatherSource) -> frozen
 class Backend(Protocol):
     """The functions that a kernel offers. Their arguments have been checked.
 
-    A backend may also offer the two functions of `BindingBackend`, which save work of the host in bound calls.
+    A backend may also prepare bound calls (bound.py), which otherwise make an AttentionCall or a WriteCall each time:
+
+        bind_attention(layer, options)   a function of the fields of an AttentionCall from q on; `lse` is None if it is
+                                         not asked for. Its calls have queries of one dtype and one number of heads,
+                                         and all or none have a tree mask
+        bind_write(layer, rope)          a function of the fields of a WriteCall from k_new on, of one dtype each
     """
 
     def objections(self, case: Case) -> list[str]:
@@ -226,25 +230,6 @@ class Backend(Protocol):
 
     def copy_frames(self, storage: Tensor, copies: Tensor) -> None:
         """Copy frames inside `storage`. Every source is read before a target is written."""
-
-
-class BindingBackend(Backend, Protocol):
-    """A backend that prepares bound calls (bound.py).
-
-    Without these functions a bound call makes an AttentionCall or a WriteCall each time.
-    """
-
-    def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> Callable[..., None]:
-        """Return a function that takes the fields of an AttentionCall from q on; `lse` is None if it is not asked for.
-
-        All calls of the function have queries of one dtype and one number of heads, and all or none have a tree mask.
-        """
-
-    def bind_write(self, layer: KVLayer, rope: RotaryTable | None) -> Callable[..., None]:
-        """Return a function that takes the fields of a WriteCall from k_new on.
-
-        All its calls have new tokens of the same dtypes.
-        """
 
 
 @dataclass(frozen=True)

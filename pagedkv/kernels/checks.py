@@ -170,28 +170,17 @@ def gather_source(source: GatherSource) -> None:
 
 def gather_results(call: GatherCall) -> None:
     """Raise InvalidRequest unless the tensors of `out` can hold what `gather_kv` returns."""
-    x, K, padded = call.source, call.source.k.shape[2], call.k_out.dim() == 4
-    B, rows = len(x.seq_lens), call.k_out.shape[:-2]
-    for name, pool, out in (("k", x.k, call.k_out), ("v", x.v, call.v_out)):
-        if out.dim() not in (3, 4) or out.shape[:-2] != rows or tuple(out.shape[-2:]) != (K, quant.head_dim(pool)):
-            last = f"K={K}, {quant.head_dim(pool)}"
-            raise InvalidRequest(
-                f"out's {name} is {list(out.shape)}; it must be packed [N, {last}] or padded [B={B}, L, {last}], "
-                "and k and v must have the same rows"
-            )
-        if quant.NAMES.get(out.dtype) not in quant.FLOATS or out.dtype != call.k_out.dtype:
-            raise InvalidRequest(
-                f"out's {name} is {dtype_of(out)}; k and v must be of one dtype, out of {', '.join(quant.FLOATS)}"
-            )
+    x, rows = call.source, call.k_out.shape[:-2]
+    dims = quant.head_dim(x.k), quant.head_dim(x.v)
+    sizes = {"B": len(x.seq_lens), "K": x.k.shape[2], "D": dims[0], "Dv": dims[1]}
+    rules = contract.GATHERED_PADDED if call.k_out.dim() == 4 else contract.GATHERED
+    contract.keep(rules, {"k_out": call.k_out, "v_out": call.v_out}, **sizes)
+    for name, out in (("k", call.k_out), ("v", call.v_out)):
         if out.device != x.k.device:
             raise InvalidRequest(
                 f"layer.k is on {x.k.device} but out's {name} is on {out.device}: "
                 "all tensors of a call live on one device"
             )
-    if padded and rows[0] != B:
-        raise InvalidRequest(f"out holds {rows[0]} sequences and the batch has B={B}")
-    has_rows(**{"out's k": call.k_out, "out's v": call.v_out})
-    no_overlap(**{"out's k": call.k_out, "out's v": call.v_out})
     if call.starts is not None and (debug.level() >= 1 or x.k.device.type == "cpu") and rows[0] < int(call.starts[-1]):
         raise InvalidRequest(
             f"out holds {rows[0]} rows and the sequences have {int(call.starts[-1])} tokens from `first` on; "
@@ -232,13 +221,6 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
         )
 
 
-def named(x: Tensor, letters: str | tuple[str, ...]) -> str:
-    """Return the shape of `x` with the letters of the contract: "[T=5, H=6, D=64]"."""
-    if x.dim() != len(letters):
-        return str(list(x.shape))
-    return "[" + ", ".join(f"{letter}={size}" for letter, size in zip(letters, x.shape, strict=True)) + "]"
-
-
 def writable(call: KVLayer | WriteCall) -> None:
     """Raise InvalidRequest if two elements of k, or two of v, share memory."""
     no_overlap(**{"layer.k": call.k, "layer.v": call.v})
@@ -259,7 +241,7 @@ def angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
     for name, x in (("cos", cos), ("sin", sin)):
         if x.dtype != torch.float32 or x.dim() != 2 or not 0 < 2 * x.shape[1] <= D or x.shape != cos.shape:
             want = f"two tables float32 [positions, R/2] with R from 2 to D={D}"
-            raise InvalidRequest(f"rope.{name} is {dtype_of(x)} {list(x.shape)}; cos and sin must be {want}")
+            raise InvalidRequest(f"rope.{name} is {described(x)}; cos and sin must be {want}")
     has_rows(**{"rope.cos": cos, "rope.sin": sin})
 
 
@@ -292,19 +274,9 @@ def _in_memory(name: str, x: Tensor) -> None:
 def layer(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
     """Raise InvalidRequest unless k, v and their scales are one layer of a pool."""
     k, v = call.k, call.v
-    if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        shapes = f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}"
-        raise InvalidRequest(f"{shapes}; they must be [F, S, K, D] and [F, S, K, Dv] with the same F, S and K")
+    contract.keep(contract.LAYER, {"k": k, "v": v})
     if 0 in (*k.shape[1:], v.shape[3]):
-        raise InvalidRequest(
-            f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}: only F may be 0"
-        )
-    if k.dtype not in quant.DTYPES.values() or v.dtype != k.dtype:
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in quant.DTYPES.values())
-        raise InvalidRequest(
-            f"layer.k is {dtype_of(k)} and layer.v is {dtype_of(v)}; both must be of one dtype, out of {dtypes}"
-        )
-    has_rows(**{"layer.k": k, "layer.v": v})
+        raise InvalidRequest(f"layer.k is {list(k.shape)} and layer.v is {list(v.shape)}: only F may be 0")
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
@@ -313,8 +285,8 @@ def layer(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
                     "int8 and int4 need scales, float32 [] or [F, S, K]"
                 )
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
-            want = f"float32 [] (one for all) or {named(k[..., 0], 'FSK')} (one per token and head)"
-            raise InvalidRequest(f"layer.{name} is {dtype_of(scale)} {list(scale.shape)}; it must be {want}")
+            want = f"float32 [] (one for all) or {list(k.shape[:3])} (one per token and head)"
+            raise InvalidRequest(f"layer.{name} is {described(scale)}; it must be {want}")
         elif k.dtype not in quant.QMAX:
             raise InvalidRequest(
                 f"layer.{name} is given but layer.k is {dtype_of(k)}: "

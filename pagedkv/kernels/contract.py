@@ -44,6 +44,8 @@ class Rule(NamedTuple):
 
 _FLOATS: Final = "float32 bfloat16 float16 float64"
 _STORED: Final = f"{_FLOATS} float8_e4m3fn float8_e5m2"
+_RESULT: Final = "float32 bfloat16 float16"
+_POOL: Final = f"{_RESULT} float8_e4m3fn float8_e5m2 int8 uint8"
 _TABLES: Final = (
     Rule("seq_lens", "int32", "B", "batch.seq_lens", has_rows=True),
     Rule("rows", "int32", "B", "batch.rows", is_optional=True),
@@ -72,6 +74,25 @@ WRITE: Final = (
     Rule("v_new", _STORED, "T K Dv", "v", has_rows=True, about=": the store quantises floats itself"),
     Rule("slots", "int64", "T"),
     Rule("positions", "int64", "T", is_optional=True, about=": to turn keys"),
+)
+LAYER: Final = (
+    Rule("k", _POOL, "F S K D", "layer.k", has_rows=True),
+    Rule("v", "", "F S K Dv", "layer.v", has_rows=True, about=": K and V of one layer"),
+)
+GATHERED, GATHERED_PADDED = (
+    (
+        Rule("k_out", _RESULT, f"{rows} K D", "out's k", has_rows=True, is_written=True),
+        Rule(
+            "v_out",
+            "",
+            f"{rows} K Dv",
+            "out's v",
+            has_rows=True,
+            is_written=True,
+            about=": k and v have the same rows and dtype",
+        ),
+    )
+    for rows in ("N", "B L")
 )
 GATHER: Final = (*_TABLES, Rule("first", "int32", "B", has_rows=True, about=", or an int"))
 MERGE: Final = (

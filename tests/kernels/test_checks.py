@@ -54,14 +54,14 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q.mT.contiguous().mT), "its last dim must be contiguous"),
     (
         layer(lambda x: replace(x, v=x.v[:, :8])),
-        "layer.v is [F=7, S=8, K=2, Dv=64]; they must be [F, S, K, D] and [F, S, K, Dv]",
+        "layer.v is float32 [7, 8, 2, 64]; it must be float32 [F=7, S=16, K=2, Dv=64]",
     ),
-    (layer(lambda x: replace(x, v=x.v.half())), "layer.k is float32 and layer.v is float16; both must be of one dtype"),
+    (layer(lambda x: replace(x, v=x.v.half())), "layer.v is float16 [7, 16, 2, 64]; it must be float32"),
     (layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8))), "layer.k_scale is None but layer.k is int8"),
     (layer(lambda x: replace(x, k_scale=torch.ones(()))), "only fp8, int8 and int4 pools have scales"),
     (
         layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8), torch.ones(2), None)),
-        "it must be float32 [] (one for all) or [F=7, S=16, K=2]",
+        "it must be float32 [] (one for all) or [7, 16, 2]",
     ),
     (batch(seq_lens=torch.tensor([40, 4])), "batch.seq_lens is int64 [2]; it must be int32 [B]"),
     (
@@ -114,7 +114,7 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q[:, :0]), "q has H=0 heads but layer.k has K=2 kv heads: H must be a multiple of K"),
     (
         layer(lambda x: KVLayer(x.k[:, :, :0], x.v[:, :, :0])),
-        "layer.k is [F=7, S=16, K=0, D=64] and layer.v is [F=7, S=16, K=0, Dv=64]: only",
+        "layer.k is [7, 16, 0, 64] and layer.v is [7, 16, 0, 64]: only",
     ),
     (layer(lambda x: KVLayer(x.k[:, :0], x.v[:, :0])), "only F may be 0"),
     (option(out=torch.zeros(5, 6, 32)), "out is float32 [5, 6, 32]; it must be float32 [T=5, H=6, Dv=64]"),

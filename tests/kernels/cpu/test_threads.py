@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_a_fork_of_a_process_that_computed_on_threads_computes(backend: str, wha
     assert run(BEGIN + FORK, backend, what) == "the child ended 0"
 
 
+@pytest.mark.slow  # the next test says as much
 def test_a_call_loads_no_second_runtime_and_starts_no_second_team(backend: str) -> None:
     code = """
 parallel_work()
@@ -101,10 +103,15 @@ ctypes.CDLL(str(own), mode=ctypes.RTLD_GLOBAL if sys.argv[2] == "global" else ct
 """
 
 
+@cache
+def torchs_runtimes() -> list[str]:
+    return run(BEGIN + "print(*runtimes())", "", "").split()
+
+
 @pytest.mark.parametrize("what", ["global", pytest.param("local", marks=pytest.mark.slow)])
 def test_beside_another_runtime_that_of_torch_computes(backend: str, what: str, tmp_path: Path) -> None:
     """The other runtime is loaded first, and its name sorts first. If it computed, its team would be a second one."""
-    torchs = run(BEGIN + "print(*runtimes())", backend, "").split()
+    torchs = torchs_runtimes()
     if len(torchs) != 1 or "libgomp" not in torchs[0]:
         pytest.skip(f"torch's runtime is no libgomp: {torchs}")
     other = tmp_path / "libgomp-0000.so.1.0.0"

@@ -10,17 +10,14 @@ import contextlib
 import ctypes
 import importlib.util
 import itertools
-import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from pagedkv.bench.gpu import launch
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.cuda import attention, compiler, moves, streams
+from pagedkv.kernels.cuda import attention, compiler, streams
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
 from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, TorchDevice
 from pagedkv.kernels.cuda.moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
@@ -306,71 +303,6 @@ def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
     return TorchDevice(torch.device("cuda", index))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_attributes_and_streams_are_those_of_the_device_itself_not_of_the_first_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from cupy.cuda import runtime
-
-    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
-    device = torch_of(3, monkeypatch)
-    assert (device.arch, device.num_sms) == ("sm_93", 3000 + runtime.cudaDevAttrMultiProcessorCount)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0x100 + index))
-    assert device.stream() == 0x103
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x200 + index, raising=False)
-    assert torch_of(2, monkeypatch).stream() == 0x202
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_kept_memory_is_zero_for_every_stream_and_taken_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy.cuda import runtime
-
-    calls: list[tuple[Any, ...]] = []
-    answers = {"streamCreateWithFlags": 0x77, "malloc": 0x4000}
-    for name in ("setDevice", "streamCreateWithFlags", "malloc", "memsetAsync", "streamSynchronize", "streamDestroy"):
-        monkeypatch.setattr(
-            runtime, name, lambda *given, name=name: (calls.append((name, *given)), answers.get(name))[1]
-        )
-
-    @contextlib.contextmanager
-    def beside_captures() -> Iterator[None]:
-        calls.append(("relaxed",))
-        yield
-        calls.append(("restored",))
-
-    monkeypatch.setattr(streams, "beside_captures", beside_captures)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: (memory.__cuda_array_interface__, device))
-    device = object.__new__(TorchDevice)
-    device.device = torch.device("cuda", 3)
-    interface, placed_on = device.zeros(10)  # type: ignore[misc]
-    assert (interface["shape"], interface["typestr"], interface["data"], placed_on) == (
-        (10,),
-        "<i8",
-        (0x4000, False),
-        device.device,
-    )
-    assert calls == [
-        *(("relaxed",), ("setDevice", 3), ("streamCreateWithFlags", runtime.streamNonBlocking), ("malloc", 80)),
-        *(("memsetAsync", 0x4000, 0, 80, 0x77), ("streamSynchronize", 0x77), ("streamDestroy", 0x77), ("restored",)),
-    ]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_a_stream_of_any_device_says_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy.cuda import runtime
-
-    # CUDA may answer for other streams with an error.
-    monkeypatch.setattr(runtime, "streamIsCapturing", {0x5000: 0, 0x6000: 1}.__getitem__)
-    device = torch_of(3, monkeypatch)
-    assert [device.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [
-        False,
-        False,
-        False,
-        True,
-    ]
-
-
 @pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
 def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_handle(
     monkeypatch: pytest.MonkeyPatch,
@@ -396,46 +328,11 @@ def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_
     assert streams.number_of(0x5000) == 0x5000
 
 
-def test_threads_that_launch_at_once_all_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    threads = [threading.Thread(target=attend_nowhere, args=(recorder,)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(recorder.launches) == 6
-
-
 def test_more_than_48_kb_of_shared_memory_is_requested_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     recorder.driver.launch(CopySpecialisation(16, 96 << 10), 5, bytes(COPY_LAYOUT.size))
     assert ("funcSetAttribute", recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96 << 10) in recorder.calls
     assert recorder.launches == [(1, 5, 128, 96 << 10)]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_cupy_has_every_function_that_is_called() -> None:
-    from cupy.cuda import driver, runtime
-
-    for name in (
-        "ctxGetCurrent",
-        "ctxSetCurrent",
-        "moduleLoadData",
-        "moduleGetFunction",
-        "funcSetAttribute",
-        "launchKernel",
-    ):
-        assert callable(getattr(driver, name))
-    assert (
-        driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        == Recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    )
-    assert (
-        driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        == Recorder.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    )
-    for name in ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin", "MaxSharedMemoryPerMultiprocessor"):
-        assert isinstance(getattr(runtime, f"cudaDevAttr{name}"), int)
 
 
 PROBE = """
@@ -487,17 +384,6 @@ def test_the_device_compiler_lays_params_out_as_python_packs_them(monkeypatch: p
     assert compiler.compile_cubin("probe", {}, "sm_90").cubin[:4] == b"\x7fELF"
 
 
-def test_a_launch_costs_the_host_little() -> None:
-    """`python -m pagedkv.bench.gpu.launch` checks the limits; a test machine may take six times as long."""
-    for _ in range(5):  # other processes may take the processor in some of the runs
-        rows = launch.measured(repetitions=5)
-        print(*(f"{row['best']:.1f} us {row['what']}" for row in rows), sep="\n")
-        if all(row["best"] < 6 * row["limit"] for row in rows):
-            break
-    assert len(rows) == len(launch.LIMITS)
-    assert all(0 < row["best"] < 6 * row["limit"] for row in rows)
-
-
 HEADER = """
 #include <cstddef>
 extern "C" int cuStreamGetId(void* stream, unsigned long long* id) {
@@ -532,14 +418,3 @@ def test_memory_is_allocated_in_a_capture_mode_that_is_restored(monkeypatch: pyt
         assert mode.value == streams.RELAXED
         raise MemoryError
     assert (mode.value, raised) == (1, [0])
-
-
-def test_copies_and_merges_are_launched_through_the_same_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    pool = torch.zeros(4, 64)
-    moves.copy_frames(pool, torch.tensor([[0, 1]], dtype=torch.int32), recorder.driver)
-    moves.merge_states(
-        torch.zeros(2, 1, 64), torch.zeros(2, 1), torch.zeros(2, 1, 64), torch.zeros(2, 1), recorder.driver
-    )
-    assert [kernel.name for kernel in recorder.loaded] == ["copy_frames", "merge_states"]
-    assert [blocks for _, blocks, *_ in recorder.launches] == [1, 1]

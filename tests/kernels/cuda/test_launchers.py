@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,14 @@ import pytest
 import torch
 
 from pagedkv import KVLayer, bind_attention, bind_write
-from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, reference, registry
 from pagedkv.kernels.args import AttentionCall
-from pagedkv.kernels.cuda import attention, moves
-from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS, AttentionLauncher
+from pagedkv.kernels.cuda import moves
+from pagedkv.kernels.cuda.attention import AttentionLauncher
 from tests.cases import Case, call_of, write_of
 from tests.kernels import conftest
 from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator
-from tests.kernels.cuda.test_driver import Recorder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,42 +139,6 @@ def test_rows_of_values_that_lie_in_rows_of_keys_are_written_after_them() -> Non
     assert (pool.view(64, 128)[slots, 64:] == 1).all()
 
 
-def test_threads_share_a_launcher_and_each_launches_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, call = Recorder(monkeypatch), call_of(CASE.build())
-    calls = [call._replace(q=shifted(call.q, by)) for by in (0, 4) * 3]
-    seen: list[tuple[int, int]] = []
-
-    def launch(kernel: Any, blocks: int, params: bytes) -> None:
-        fields = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
-        seen.append((fields["q"], fields["q_vectors"]))
-
-    monkeypatch.setattr(recorder.driver, "launch", launch)
-    together, launcher = threading.Barrier(len(calls)), launcher_of(call, recorder.driver)
-
-    def attend(each: AttentionCall) -> None:
-        together.wait()
-        for _ in range(50):
-            attended(each, launcher)
-
-    threads = [threading.Thread(target=attend, args=(each,)) for each in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 300
-    assert set(seen) == {(each.q.data_ptr(), int(each.q.data_ptr() % 8 == 0)) for each in calls}
-
-
-def test_launches_do_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MOST_LAUNCHES", 3)
-    recorder, call = Recorder(monkeypatch), call_of(CASE.build())
-    launcher = launcher_of(call, recorder.driver)
-    for width in range(1, 9):
-        attended(call._replace(block_table=call.block_table.repeat(1, width)), launcher)
-        assert len(launcher._launches) <= 3
-    assert len(recorder.launches) == 8
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, unbound: None) -> list[object]:
     """The calls that the operator checked since; "auto" chooses the emulator."""
@@ -208,13 +169,3 @@ def test_bound_calls_are_served_by_the_emulator(name: str | None, emulated: list
     S = built.layer.k.shape[1]
     assert torch.equal(built.layer.k[slots // S, slots % S], k)
     assert torch.equal(built.layer.v[slots // S, slots % S], k * 2)
-
-
-@needs_compiler
-@needs_extension
-def test_an_objection_of_a_launcher_reaches_the_caller_of_a_bound_call(emulated: list[object]) -> None:
-    built = CASE.build()
-    attend = bind_attention(KVLayer(shifted(built.layer.k, 1), built.layer.v))
-    with pytest.raises(InvalidRequest, match="no multiple of 4 bytes; align the strides"):
-        attend(built.q, built.batch)
-    assert not emulated

@@ -210,10 +210,13 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
         "short": ({"out": (k, v)}, "out holds 9 rows and the sequences have 131 tokens"),
         "one": ({"out": k}, r"out is Tensor and dtype is None; give the pair \(k, v\)"),
         "both": ({"out": (k, v), "dtype": torch.float16}, r"dtype is torch.float16; give the pair \(k, v\), and no"),
-        "dims": ({"out": (padded[0], v)}, r"out's v is \[9, 2, 80\]; it must be packed \[N, K=2, 80\] or padded"),
-        "heads": ({"out": (k[:, :1], v)}, r"out's k is \[9, 1, 64\]"),
-        "batch": ({"out": (padded[0][:3], padded[1][:3])}, "out holds 3 sequences and the batch has B=4"),
-        "kinds": ({"out": (padded[0], padded[1].half())}, "out's v is float16; k and v must be of one dtype"),
+        "dims": ({"out": (padded[0], v)}, r"out's v is float32 \[9, 2, 80\]; it must be float32 \[B=4, L=\d+, K=2"),
+        "heads": ({"out": (k[:, :1], v)}, r"out's k is float32 \[9, 1, 64\]"),
+        "batch": ({"out": (padded[0][:3], padded[1][:3])}, r"out's k is float32 \[3, .*it must be .*\[B=4, "),
+        "kinds": (
+            {"out": (padded[0], padded[1].half())},
+            "out's v is float16 .*: k and v have the same rows",
+        ),
         "strides": ({"out": (wide[..., ::2][..., :64], wide[..., :80])}, "its last dim must be contiguous"),
         "overlap": ({"out": (k[:1].expand(200, 2, 64), wide[..., :80])}, "several of its elements share memory"),
     }

@@ -114,6 +114,7 @@ def test_a_bound_store_of_latents_stores_the_same(kv: str | None) -> None:
     assert torch.equal(as_bytes(layers[1].k), as_bytes(layers[0].k))
 
 
+@pytest.mark.usefixtures("unbound")
 def test_a_value_is_refused_where_it_would_replace_the_scale_of_its_key() -> None:
     new, slots = torch.randn(1, 1, 80), torch.tensor([3])
     quantised = cache_of(kv_dtype="int8")[0]

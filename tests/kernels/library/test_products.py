@@ -233,30 +233,6 @@ def test_squares_and_chunks_of_one_sequence_go_to_cudnn(
     assert by_cudnn == calls
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("heavy", ["prefix", "new", "both"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_merge_of_rounded_results_keeps_the_contract(
-    dtype: str, heavy: str, seed: int, by_cudnn: list[Shape]
-) -> None:
-    """The weights of the two states are equal, or one has nearly all."""
-    case = replace(CHUNK, q_lens=(64,), kv_lens=(64 + 256,), dtype=dtype)
-    built = case.build()
-    torch.manual_seed(seed)
-    built.q.normal_()
-    pages = built.batch.block_table[0, : 320 // case.block_size].long()
-    first = 256 // case.block_size
-    for pool in (built.layer.k, built.layer.v):
-        pool[pages] = torch.randn_like(pool[pages].float()).to(pool.dtype)
-    if heavy != "both":
-        built.layer.k[pages[:first] if heavy == "prefix" else pages[first:]] *= 3
-    out, lse = LIBRARY.attend(built)
-    assert len(by_cudnn) == 2
-    exact, low = oracle(built), same_precision(built)
-    assert np.abs(out.double().numpy() - exact.out).max() <= allowed_error(case, exact.out, low.out)
-    assert np.abs(lse.double().numpy() - exact.lse).max() <= allowed_error(case, exact.lse, low.lse)
-
-
 @pytest.mark.parametrize(
     ("case", "punched"),
     [
@@ -286,14 +262,6 @@ def test_a_sequence_whose_length_is_not_its_bound_is_computed_again(
     seen = ~np.isneginf(exact.lse[:rows])
     error = np.abs(lse.double().numpy()[:rows][seen] - exact.lse[:rows][seen]).max()
     assert error <= allowed_error(case, exact.lse[:rows][seen], low.lse[:rows][seen])
-
-
-def test_only_sequences_that_begin_elsewhere_or_are_not_whole_are_lost() -> None:
-    case = replace(SQUARE, q_lens=(40, 40, 30, 40), kv_lens=(40, 41, 30, 40))
-    call = call_of(case.build())
-    assert backend._present(call, prefix=0).doubtful.tolist() == [0, 1, 0, 1]
-    assert backend._present(call, prefix=1).doubtful.tolist() == [1, 0, 1, 1]
-    assert backend._present(call).doubtful.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("position", [3, 140])

@@ -79,36 +79,12 @@ def attention(**changes: Any) -> None:
     paged_attention(typical_call(**changes))
 
 
-def one_launch() -> None:
-    """Run decode with one_launch, which a measured tuning may choose: the last program of a row merges its parts."""
-    from pagedkv.kernels.triton import decode
-
-    real = decode.tuning
-    decode.tuning = lambda kernel, on, *size: replace(real(kernel, on, *size), one_launch=not on.arch.startswith("gfx"))
-    try:
-        attention()
-    finally:
-        decode.tuning = real
-
-
 QUANTISED = ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
 INVARIANT = {"B": 3, "q_len": 40, "n": 150, "H": 8, "K": 1, "D": 64, "Dv": 64, "split_tokens": 128}
 """A batch with both tiles of decode, and prefill."""
 NEIGHBOURS = {"alone": {"B": 1}, "many": {"B": 40, "n": 9000}, "a long table": {"pages": 8191}, "some": {"some": True}}
 """The batch may have other sequences. "some" are causal: one that is not makes `causal` a tensor."""
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True, "alibi": True, "tree": True}
-
-
-def three_stages() -> None:
-    """Run prefill with three stages. An H200 is faster with two, so its table has two."""
-    from pagedkv.kernels.triton import prefill
-
-    real = prefill.tuning
-    prefill.tuning = lambda kernel, on, *size: replace(real(kernel, on, *size), stages=3)
-    try:
-        attention(q_len=1024)
-    finally:
-        prefill.tuning = real
 
 
 LAUNCHES: dict[str, Any] = {
@@ -130,7 +106,6 @@ LAUNCHES: dict[str, Any] = {
     # Triton makes an argument of value 1 a constant
     "decode, one of everything": lambda: attention(B=1, H=1, K=1, D=64, Dv=64, S=2, n=1, window=1),
     "decode, far bounds": lambda: attention(window=2**40, split_tokens=2**40),
-    "decode, one launch": one_launch,
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
     "decode, mla, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64),
@@ -144,7 +119,6 @@ LAUNCHES: dict[str, Any] = {
     "drafts": lambda: attention(q_len=8),
     "drafts, every option": lambda: attention(q_len=8, **EVERYTHING),
     "prefill": lambda: attention(q_len=1024),
-    "prefill, three stages": three_stages,
     "prefill, one chunk": lambda: attention(B=1, q_len=64, n=32768),
     "prefill, head 64": lambda: attention(q_len=1024, D=64, Dv=64),
     "prefill, head 256": lambda: attention(q_len=1024, D=256, Dv=256),
@@ -305,9 +279,7 @@ def report(name: str, arch: str) -> list[dict[str, Any]]:
         about |= {"loops": asm["ttgir"].count("scf.for"), "products": wide, "narrow": narrow}
         about |= {"arithmetic": arithmetic(asm["ttgir"])}
         about |= nvidia(asm["cubin"]) if arch.startswith("sm_") else amd(asm["amdgcn"])
-        found.append(
-            about | ({"order": order(asm["ptx"]), "first_loads": first_loads(asm["ptx"])} if "ptx" in asm else {})
-        )
+        found.append(about)
     return found
 
 
@@ -332,22 +304,6 @@ def arithmetic(ttgir: str) -> list[str]:
     return found
 
 
-def first_loads(ptx: str) -> str:
-    """Return the loads before the first branch in the text: "w", one of 16 bytes, or "n", a narrower one."""
-    before = re.split(r"\n\s*(?:@!?%p\d+ )?bra", ptx)[0]
-    return "".join("w" if ".v4" in load else "n" for load in re.findall(r"ld\.global[\w.]*", before))
-
-
-def order(ptx: str) -> str:
-    """Return the order of memory operations in the text, a letter for each.
-
-    "s": a store. "b": a barrier. "t": a ticket that releases and acquires. "?": another atomic or an uncoherent load.
-    """
-    ticket, other = r"atom\.global\.(?:gpu\.acq_rel|acq_rel\.gpu)", r"\batom\.|(?<![.\w])red\.|ld\.global\.nc"
-    found = re.findall(rf"(st\.global)|(bar(?:rier)?\.sync)|({ticket})|({other})", ptx)
-    return "".join("sbt?"[next(i for i, text in enumerate(groups) if text)] for groups in found)
-
-
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")
 """Instructions of tensor cores."""
 
@@ -370,7 +326,6 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "spills": sum(op.startswith(("LDL", "STL")) for body in main_loops(lines) for op in body),
-        "overlapped": max((exponentials_in_products(body) for body in main_loops(lines)), default=0),
         "compares": sum(op.startswith("ISETP") for body in main_loops(lines) for op in body),
         "slow_conversions": sum(op.startswith(("F2F.", "I2F.")) for body in main_loops(lines) for op in body),
         "wide": sum(
@@ -383,13 +338,6 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
         "cores": sorted({op.partition(".")[0] for op in operations if op.startswith(MATRIX)}),
         "instructions": len(operations),
     }
-
-
-def exponentials_in_products(body: list[str]) -> int:
-    """Return how many exponentials stand between the first product of sm_90 and the first wait for one."""
-    first = next((i for i, op in enumerate(body) if op.startswith("HGMMA")), len(body))
-    wait = next((i for i in range(first, len(body)) if body[i].startswith("WARPGROUP.DEPBAR")), first)
-    return sum(op.startswith("MUFU.EX2") for op in body[first:wait])
 
 
 def main_loops(lines: list[tuple[int, str, str]]) -> list[list[str]]:

@@ -20,7 +20,7 @@ CHUNKS = Case(q_lens=(20, 3, 33), kv_lens=(150, 40, 133), heads=(4, 2), sinks=Tr
     "case",
     [
         replace(CHUNKS, punched=True, block_size=4, dtype="bfloat16"),
-        replace(CHUNKS, punched=True, block_size=64, dtype="float16", rows=True),
+        pytest.param(replace(CHUNKS, punched=True, block_size=64, dtype="float16", rows=True), marks=pytest.mark.slow),
         pytest.param(replace(CHUNKS, softcap=20.0, alibi=True, dtype="bfloat16"), marks=pytest.mark.slow),
         pytest.param(replace(CHUNKS, mask="some", punched=True, dtype="bfloat16"), marks=pytest.mark.slow),
         pytest.param(replace(CHUNKS, mask="all", window=(None, 4), punched=True), marks=pytest.mark.slow),
@@ -33,7 +33,7 @@ def test_tiles_that_all_rows_see_are_computed_like_the_masked_ones(case: Case, m
     keeps_the_contract(case)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_sequences_that_are_left_out_keep_their_rows(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(prefill, "num_splits", lambda *sizes: splits)
@@ -51,14 +51,19 @@ def test_sequences_that_are_left_out_keep_their_rows(splits: int, monkeypatch: p
 TREES = Case(q_lens=(20, 3, 90), kv_lens=(150, 40, 90), heads=(4, 2), mask="tree", dtype="bfloat16", split_tokens=100)
 
 
-@pytest.mark.parametrize("arch", [tuning.INTERPRETER, "sm_90"])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "arch"),
     [
-        TREES,
-        replace(TREES, punched=True, block_size=4, rows=True, padding=2, sinks=True),
-        replace(TREES, kv="int8/token_head", window=60),
-        pytest.param(replace(TREES, heads=(8, 1), q_lens=(8, 3, 17), softcap=20.0), marks=pytest.mark.slow),
+        (replace(TREES, kv="int8/token_head", window=60, q_lens=(20, 3, 40)), "sm_90"),
+        *(
+            pytest.param(case, arch, marks=pytest.mark.slow)
+            for arch in (tuning.INTERPRETER, "sm_90")
+            for case in (
+                TREES,
+                replace(TREES, punched=True, block_size=4, rows=True, padding=2, sinks=True),
+                replace(TREES, heads=(8, 1), q_lens=(8, 3, 17), softcap=20.0),
+            )
+        ),
     ],
     ids=str,
 )
@@ -71,6 +76,7 @@ def test_a_tree_mask_with_split_tokens_keeps_the_contract(
     keeps_the_contract(case)
 
 
+@pytest.mark.slow
 def test_with_split_tokens_a_walk_has_the_same_tiles_by_a_mask_as_by_causality(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles before the same one are unmasked, and none is behind the last query. A GPU adds in another order there."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

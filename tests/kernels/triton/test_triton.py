@@ -101,6 +101,7 @@ SAMPLE = (
         rows=True,
         padding=1,
     ),
+    Case(q_lens=(1, 2, 0, 1, 1), kv_lens=(200, 33, 7, 64, 0), heads=(2, 1), window=150, sinks=True),
     *MASKS,
     # the first position is -28; the position less the window must not overflow
     Case(q_lens=(7, 40, 3), kv_lens=(132, 12, 2), mask="all", window=2**31 - 1, split_tokens=16),
@@ -121,6 +122,7 @@ def test_a_gather_is_what_the_pages_hold(kv: str) -> None:
     test_gather.test_a_gather_is_what_the_pages_hold(kv, "HND", INTERPRETER)
 
 
+@pytest.mark.slow
 def test_one_length_for_all_pads_on_the_left_or_on_the_right() -> None:
     test_gather.test_one_length_for_all_pads_on_the_left_or_on_the_right(INTERPRETER)
 
@@ -207,58 +209,6 @@ def test_the_number_of_programs_does_not_change_the_result(programs: int, monkey
     assert np.abs(lse.double().numpy() - exact.lse).max() <= 1e-5
 
 
-@pytest.fixture
-def one_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the tuning choose one_launch; a second launch would fail."""
-    rule = tuning._by_rule
-    monkeypatch.setattr(tuning, "_by_rule", lambda *size: replace(rule(*size), one_launch=True))
-    monkeypatch.setattr(decode, "merge_kernel", None)
-    tuning.tuning.cache_clear()
-    yield
-    tuning.tuning.cache_clear()
-
-
-@pytest.mark.usefixtures("one_launch")
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(q_lens=(1, 2, 0, 1, 1), kv_lens=(200, 33, 7, 64, 0), heads=(2, 1), window=150, sinks=True),
-        Case(
-            q_lens=(1, 4, 3),
-            kv_lens=(300, 4, 133),
-            heads=(28, 4),
-            dims=(80, 80),
-            block_size=5,
-            dtype="bfloat16",
-            padding=2,
-            rows=True,
-        ),
-        Case(
-            q_lens=(2, 1),
-            kv_lens=(140, 99),
-            heads=(64, 1),
-            dims=(96, 96),
-            dtype="float16",
-            kv="int4/token_head",
-            split_tokens=32,
-        ),
-        Case(
-            q_lens=(1, 33),
-            kv_lens=(260, 50),
-            heads=(4, 1),
-            dims=(192, 128),
-            layout="HND",
-            mask="tree",
-            sinks=True,
-            punched=True,
-        ),
-    ],
-    ids=str,
-)
-def test_a_row_merged_by_its_last_program_keeps_the_contract(case: Case) -> None:
-    keeps_the_contract(case)
-
-
 def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit() -> None:
     """The batch has sequences for decode and for prefill.
 
@@ -282,7 +232,10 @@ def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit() -> N
             assert torch.equal(x, of_all[first:end]), b
 
 
-@pytest.mark.parametrize(("q_lens", "kv_lens"), [((8, 3, 1), (150, 70, 40)), ((40, 24, 1), (150, 70, 40))])
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens"),
+    [((8, 3, 1), (150, 70, 40)), pytest.param((40, 24, 1), (150, 70, 40), marks=pytest.mark.slow)],
+)
 def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(
     q_lens: tuple[int, ...], kv_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,10 +97,8 @@ DEFAULT = [
     ("prefill, one chunk", "sm_90"),
     ("write", "sm_90"),
     ("decode, other steps", "sm_90"),
-    ("decode, one launch", "sm_90"),
     ("copy", "sm_90"),
     ("merge", "sm_90"),
-    ("library, one state", "sm_90"),
     ("library, two states", "sm_90"),
     ("invariant", "sm_90"),
     ("invariant, tree", "sm_90"),
@@ -224,20 +222,6 @@ def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(tiles: list[
         assert count["warps"] * count["ctas"] >= 8, "warps of an SM, which hide the latency of one another"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_prefill_multiplies_by_the_instructions_of_its_own_architecture(arch: str) -> None:
-    """With two stages, Triton's pipeline waits for the products with the next tile before the softmax of a tile."""
-    found = reports((("prefill", arch), ("prefill, three stages", arch)))
-    plain, three = (
-        next(launch for launch in found[name, arch] if launch["kernel"] == "prefill_kernel")
-        for name in ("prefill", "prefill, three stages")
-    )
-    assert set(plain["cores"]) & ({"HGMMA"} if arch == "sm_90" else {"UTCHMMA"}), plain["cores"]
-    if arch == "sm_90":  # of 34 exponentials of a tile, most run under the products with the next tile
-        assert three["overlapped"] >= 24, three["overlapped"]
-
-
 def test_prefill_masks_the_last_tiles_only() -> None:
     """The first loop compares no position of a query with one of a key: 32 scores of a thread take no 32 compares."""
     launches = reports(tuple(DEFAULT))["prefill, one chunk", "sm_90"]
@@ -250,15 +234,6 @@ def test_keys_of_bfloat16_are_loaded_16_bytes_at_a_time() -> None:
     decode = reports(tuple(DEFAULT))["decode", "sm_90"][0]
     assert decode["async"] > 0
     assert decode["narrow_async"] == 0
-
-
-def test_the_end_of_the_library_has_its_rows_under_way_before_it_looks_for_the_sequence() -> None:
-    """A thread loads 16 elements of each state, 16 bytes at a time, all of them before the first wait."""
-    for name, wide in (("library, one state", 2), ("library, two states", 4)):
-        (launch,) = [x for x in reports(tuple(DEFAULT))[name, "sm_90"] if x["kernel"] == "store_states_kernel"]
-        assert launch["wide"] == wide, launch
-        assert launch["first_loads"].startswith("w" * 2), launch
-        assert launch["first_loads"].count("w") == wide, launch
 
 
 def test_steps_of_other_sizes_compile_no_other_kernel() -> None:
@@ -297,17 +272,6 @@ def test_with_split_tokens_no_neighbour_changes_the_arithmetic(arch: str) -> Non
             assert launch["arithmetic"] == usual["arithmetic"], (name, launch["kernel"])
             if arch == "sm_90":  # for sm_80, ptxas writes some loops out twice
                 assert launch["floats"] == usual["floats"], (name, launch["kernel"])
-
-
-def test_a_ticket_is_drawn_after_all_stores_and_parts_are_read_after_all_threads_know_it() -> None:
-    """Barrier, ticket, barrier, without a store between; no load through a cache that the ticket's fence ignores."""
-    (launch,) = reports(tuple(DEFAULT))["decode, one launch", "sm_90"]
-    assert launch["order"].count("t") == 1, launch["order"]
-    assert "?" not in launch["order"]
-    before, after = launch["order"].split("t")
-    assert "s" in before
-    assert before.endswith("b")
-    assert after.startswith("b")
 
 
 def test_no_kernel_calls_zeros() -> None:

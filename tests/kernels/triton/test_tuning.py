@@ -24,14 +24,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytes
 def test_kernels_take_their_sizes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     on, size = tuning.Target("sm_90", 132), (512, 128)
     plain, fresh = tuning.tuning("decode", on, *size), tuning.tuning.__wrapped__
-    fields = {"N": 16, "one_launch": True, "programs": 7}
+    fields = {"N": 16, "programs": 7}
     entry = {"source": "measured", "decode": {tuning.size_key(*size): fields}}
     monkeypatch.setattr(tuning, "_table", lambda: {"sm_90": entry, "gfx942": entry})
     assert fresh("decode", on, *size) == replace(plain, **fields)
     assert fresh("decode", on, 520, 128) != replace(plain, **fields)  # a larger head is another size
     assert fresh("decode", tuning.Target("sm_80", 108), *size).programs == 2
     assert fresh("prefill", on, *size) == tuning._by_rule("prefill", on, *size)
-    assert not fresh("decode", tuning.Target("gfx942", 304), *size).one_launch, "see Tuning"
 
 
 SIZES = (

@@ -1,0 +1,178 @@
+"""Seeded faults: each is a file of pagedkv/kernels or triton_kernels with a mistake that it once had, or nearly.
+
+A fault replaces a text that must occur exactly once. If a line is rewritten, the fault is seeded in the new line. This
+file is also a plugin of pytest: with the number of a fault in PAGEDKV_KERNEL_FAULT, the import of its file finds the
+fault. It reaches Python alone: numba and Triton read the sources of their kernels from the disk. The faults of the CUDA
+sources are in cuda/test_faults.py and partition.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+VARIABLE = "PAGEDKV_KERNEL_FAULT"
+
+
+class Fault(NamedTuple):
+    """`old` replaced by `new` in a file. law: how the fault breaks it. proof: the test that catches it."""
+
+    law: str
+    file: str
+    old: str
+    new: str
+    proof: str
+
+    @property
+    def path(self) -> Path:
+        """The file in the checkout."""
+        folder, _, name = self.file.partition("/")
+        return ROOT / "triton_kernels" / name if folder == "triton" else ROOT / "pagedkv/kernels" / self.file
+
+    def seeded(self) -> str:
+        """Return the text of the file with the fault in it."""
+        text = self.path.read_text(encoding="utf-8")
+        assert text.count(self.old) == 1, f"{self.law}: {self.old!r} is not once in {self.file}; seed it again"
+        return text.replace(self.old, self.new)
+
+
+FAULTS = (
+    Fault(
+        "out that shares memory is refused: its elements are not compared",
+        "contract.py",
+        "        if rule.is_written:\n",
+        "        if False:\n",
+        "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
+    ),
+    Fault(
+        "a tree mask has a column for each new token: any width will do",
+        "contract.py",
+        "(size >= known if is_least else size == known)",
+        "(is_least or size == known)",
+        "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
+    ),
+    Fault(
+        "a table of fewer rows than sequences is refused: nobody asks",
+        "checks.py",
+        '    if call.rows is None and sizes["A"] < sizes["B"]:\n',
+        "    if False:\n",
+        "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
+    ),
+    Fault(
+        "values never replace the scales of their keys: a bound store takes them",
+        "bound.py",
+        "        if checks.scales_of_two(self._layer):  # else",
+        "        if True:  # else",
+        "latents/test_latents.py::test_a_value_is_refused_where_it_would_replace_the_scale_of_its_key",
+    ),
+    Fault(
+        "a layer that moved is served where it is: a rebound call keeps its kernel of the old layer",
+        "bound.py",
+        "        self._layer, self._rest, self._backend = replace(layer), rest, backend or registry.AUTO\n",
+        "        self._layer, self._rest, self._backend = layer, rest, backend or registry.AUTO\n",
+        "bound/test_bound_attention.py::test_bound_calls_neither_grow_without_bound_nor_keep_a_layer_alive",
+    ),
+    Fault(
+        "a kernel that was named serves or objects: another one serves silently",
+        "registry.py",
+        "else [x for x in kernels if x.name == backend]",
+        "else [*(x for x in kernels if x.name == backend), kernels[-1]]",
+        "test_registry.py::test_a_named_kernel_that_objects_raises_with_every_reason",
+    ),
+    Fault(
+        "a soft cap below every score leaves equal weights: float32 holds 0 in its place",
+        "cuda/attention.py",
+        "max(softcap, LEAST_CAP)",
+        "softcap",
+        "cuda/test_laws.py::test_a_soft_cap_below_every_score_leaves_equal_weights",
+    ),
+    Fault(
+        "an infinite state takes the whole weight: it becomes NaN",
+        "reference.py",
+        "(torch.where(lse.isinf(), 0.0, x.sigmoid())[..., None]",
+        "(x.sigmoid()[..., None]",
+        "cuda/test_laws.py::test_an_infinite_state_leaves_zeros_and_nan_stays_nan",
+    ),
+    Fault(
+        "FlashAttention 2 never gets a bound of one query: it does",
+        "library/backend.py",
+        "(max(2, call.max_seqlen_q), call.max_seqlen_k)",
+        "(call.max_seqlen_q, call.max_seqlen_k)",
+        "library/test_products.py::test_flash_attention_2_serves_decode_beside_padding_and_sequences_without_queries",
+    ),
+    Fault(
+        "chunks of several sequences have several lengths: cuDNN gets them",
+        "library/products.py",
+        "or (prefix and B > 1)",
+        "",
+        "library/test_products.py::test_chunks_of_several_sequences_never_go_to_cudnn",
+    ),
+    Fault(
+        "copies are as wide as the worse aligned pool allows: only K is looked at",
+        "cuda/attention.py",
+        "    for pool in (call.k, call.v):\n        bits |=",
+        "    for pool in (call.k,):\n        bits |=",
+        "cuda/test_launch.py::test_the_worse_aligned_of_both_pools_decides_the_bytes_of_a_copy",
+    ),
+    Fault(
+        "launches follow from all strides: those of `out` are left out of the key",
+        "cuda/attention.py",
+        "q.stride(), out.stride(), table.stride()",
+        "q.stride(), table.stride()",
+        "cuda/test_launchers.py::test_launches_follow_each_fact_that_they_depend_on",
+    ),
+    Fault(
+        "values in rows of keys are stored after them: in one launch",
+        "cuda/moves.py",
+        "((0, 1), (1, 1)) if _overlap(call.k, call.v) else",
+        "((0, 2),) if _overlap(call.k, call.v) else",
+        "cuda/test_launchers.py::test_rows_of_values_that_lie_in_rows_of_keys_are_written_after_them",
+    ),
+    Fault(
+        "each capture keeps its own memory: two graphs share tickets",
+        "cuda/driver.py",
+        "            return streams.capture_of(stream), stream\n",
+        "            return 1, stream\n",
+        "cuda/test_driver.py::test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_handle",
+    ),
+    Fault(
+        "a damaged cubin is compiled again: its checksum is not compared",
+        "cuda/compiler.py",
+        "return cubin if hashlib.sha256(cubin).digest() == digest else None",
+        "return cubin",
+        "cuda/test_cubins.py::test_a_damaged_file_is_compiled_again",
+    ),
+    Fault(
+        "a window hides what lies before it: only the last tiles of a prefill are masked",
+        "triton/prefill.py",
+        "edges = not (spec.window or (spec.tree and not spec.split))",
+        "edges = not (spec.tree and not spec.split)",
+        "triton/test_triton.py::test_a_sample_of_the_grid_keeps_the_contract",
+    ),
+)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the text with the fault. Bytecode that was kept is not read."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(FAULTS[int(os.environ[VARIABLE])].seeded(), self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        fault = FAULTS[int(os.environ[VARIABLE])]
+        if fullname != "pagedkv.kernels." + fault.file.removesuffix(".py").replace("/", "."):
+            return None
+        return importlib.util.spec_from_file_location(fullname, fault.path, loader=_Loader(fullname, str(fault.path)))
+
+
+if VARIABLE in os.environ:
+    sys.meta_path.insert(0, _Finder())
