@@ -20,7 +20,7 @@ from pagedkv.tiers.shared import objects
 from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Record, Records
 from pagedkv.tiers.shared.tier import SharedTier, _Asker
 from tests.interrupts import Interrupter, count_instructions
-from tests.tiers.stores import KINDS, Memory, MemoryClient, Mooncake, Objects, Redis, Store
+from tests.tiers.stores import KINDS, S3, Memory, MemoryClient, Mooncake, Objects, Redis, Store
 from tests.tiers.world import IDS, PAGES, SIZE, SPEC, World
 
 KEY = b"a secret of 16 bytes and more"
@@ -549,3 +549,71 @@ def test_mooncake_shares_pages_and_a_dead_master_is_a_miss(tmp_path: Path, monke
     assert two.cache.tiers.stats()["shared"].failed == PAGES
     closed(one, two)
     store.close()
+
+
+# --- objects over HTTP ------------------------------------------------------------------------------------------------
+
+LARGE = replace(SPEC, num_layers=512)
+"""Frames of 256 KiB, so that ten pages make an object of more than 2 MiB."""
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    monkeypatch.setattr(objects, "LISTED_EVERY", 0.0)
+    store = S3(tmp_path)
+    yield store
+    store.close()
+
+
+def filled(store: S3) -> tuple[World, World]:
+    """Return a world that has stored IDS, in one object of megabytes, and another one over the same store."""
+    one, two = stored(store, spec=LARGE, size="64MiB", threads=1), world(store.client(), LARGE, size="64MiB")
+    [name] = store.records()
+    assert name.startswith(b"a/prefix/pagedkv/")
+    assert len(store.read(name)) >= 2 << 20
+    return one, two
+
+
+def test_pages_in_large_objects_are_found_by_others_and_not_by_other_models(s3: S3) -> None:
+    one, two = filled(s3)
+    assert fetched(two) == PAGES * SIZE
+    assert two.cache.tiers.stats()["shared"].loaded == PAGES
+    other = world(s3.client(), LARGE, size="64MiB", model="another")
+    assert fetched(other) == 0
+    one.cache.forget()  # deletes the object
+    until = time.monotonic() + 20
+    while s3.records() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not s3.records()
+    two.cache.evict(16)
+    assert fetched(two) == 0
+    closed(one, two, other)
+
+
+def test_an_object_that_is_cut_short_is_a_miss(s3: S3) -> None:
+    one, two = filled(s3)
+    [name] = s3.records()
+    assert fetched(two) == PAGES * SIZE  # two has read the head
+    two.cache.evict(16)
+    s3.write(name, s3.read(name)[: len(s3.read(name)) // 2])
+    assert fetched(two) < PAGES * SIZE
+    assert two.cache.tiers.stats()["shared"].corrupt > 0
+    closed(one, two)
+
+
+def test_a_server_that_dies_while_pages_load_makes_them_misses(s3: S3) -> None:
+    one, two = filled(s3)
+    began = time.monotonic()
+    fetch = two.cache.fetch(IDS)
+    assert fetch.asked == PAGES * SIZE
+    s3.close()
+    assert fetch.wait(30)
+    two.check_found(IDS)
+    two.cache.evict(16)
+    assert fetched(two) == 0
+    two.run(list(range(100, 141)))  # others go on
+    two.cache.tiers.flush(30)  # False if the tier is skipped by now, as it fails
+    assert two.cache.tiers.stats()["shared"].failed > 0
+    assert two.cache.stats().mapped == 0
+    assert time.monotonic() - began < 30
+    closed(one, two)
