@@ -30,7 +30,7 @@ from tests.records import (
 if TYPE_CHECKING:
     from tests.records import Document, Question
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / "pagedkv" / "checkpoint" / "bundled"
 EOS: Final = "</s>"
 
