@@ -3,7 +3,7 @@
 A row has per cent of the KV memory, means over the steps in which requests wait (see the package head):
 
     useful    with reserved, internal, rounded and free, which add up to 100; sequences that run at once; preemptions;
-              over_time: [step, useful, reserved, internal, rounded + free, sequences, waiting requests], some moments
+              over_time: [step, useful] of some moments
     waste     slots of mapped frames without a token: Stats.waste of the manager
     saved     frames that sharing saves, of all pages; copies: frames that were copied on write, eager: those that a
               copy at each fork would have copied
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedkv.bench.clock import track
-from pagedkv.bench.fragmentation.account import Account, Allocator
+from pagedkv.bench.fragmentation.account import Allocator
 from pagedkv.bench.fragmentation.cells import (
     BLOCK,
     CELLS,
@@ -126,17 +126,6 @@ def _useful(workload: str, variant: str, allocator: Allocator, tally: Tally) -> 
         row["published_sequences"] = SEQUENCES[variant]
     for name in ("steps", "finished", "preemptions", "recomputed", "dropped", "stored"):
         row[name] = getattr(tally, name)
-    return row | {"moved": allocator.moved, "slots": memory.slots, "over_time": _over_time(tally, memory.capacity)}
-
-
-def _over_time(tally: Tally, capacity: int) -> list[list[float]]:
-    moments = tally.moments[:: max(1, len(tally.moments) // SHOWN)]
-    return [
-        [moment.step, *(round(100 * part / capacity, 2) for part in _parts(moment.account)), moment.sequences,
-         moment.waiting]
-        for moment in moments
-    ]  # fmt: skip
-
-
-def _parts(account: Account) -> tuple[int, ...]:
-    return account.useful, account.reserved, account.internal, account.rounded + account.free
+    shown = tally.moments[:: max(1, len(tally.moments) // SHOWN)]
+    row["over_time"] = [[at.step, round(100 * at.account.useful / memory.capacity, 2)] for at in shown]
+    return row | {"moved": allocator.moved, "slots": memory.slots}
