@@ -231,6 +231,7 @@ def test_ctrl_c_before_the_first_prompt_is_status_130():
     terminal.expect("loading")
     terminal.type("\x03")
     assert terminal.end() == 130
+    assert terminal.shown.endswith(b"\r\x1b[K\x1b[?25h"), "the line is cleared and the cursor shown"
 
 
 def test_a_second_ctrl_c_in_one_step_ends_the_process(monkeypatch):

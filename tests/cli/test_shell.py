@@ -1,8 +1,7 @@
-"""The command in a process of its own: entry points, stdin, pipes, and the imports of --help."""
+"""Entry points, --help and the manual, `doctor` and `warm`."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -12,69 +11,23 @@ import pytest
 import typer.main
 
 from pagedkv import __version__, machine_code
+from pagedkv.cli import compiling
 from pagedkv.cli.app import app
 from pagedkv.kernels import registry
-from tests.records import DEMO_ANSWER
 
 ROOT = Path(__file__).parents[2]
-PAGEDKV = (sys.executable, "-m", "pagedkv")
 
 
-def shell(*argv, **options):
-    return subprocess.run([*PAGEDKV, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
-
-
-def test_the_command_answers_the_demo():
-    run = shell("generate", stdin=subprocess.DEVNULL)
-    assert (run.returncode, run.stdout) == (0, DEMO_ANSWER + "\n")
-    assert "tokens/s" in run.stderr
-
-
-@pytest.mark.parametrize(
-    "dash",
-    [
-        ("-",),
-        pytest.param(("--prompt", "-"), marks=pytest.mark.slow),
-        pytest.param(("--prompt-file", "-"), marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_a_dash_is_the_text_of_a_pipe(dash):
-    read = shell("generate", *dash, input="Otto lives in Ghent. Where does Otto live?")
-    assert read.stdout == "Otto lives in Ghent.\n"
-
-
-def test_a_pipe_is_read_and_an_empty_one_refused():
-    piped = shell("generate", "--json", input="Otto lives in Ghent. Where does Otto live?\n")
-    assert json.loads(piped.stdout)["text"] == "Otto lives in Ghent."
-    empty = shell("generate", "-", input="\n")
-    assert (empty.returncode, empty.stdout) == (2, "")
-    assert empty.stderr == "pagedkv: error: the prompt on stdin is empty; give at least one character\n"
-
-
-def test_a_reader_that_closes_the_pipe_ends_the_command_quietly_with_status_141():
-    with subprocess.Popen(
-        [*PAGEDKV, "generate", "--json"],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as run:
-        assert run.stdout
-        assert run.stderr
-        run.stdout.close()
-        assert run.stderr.read() == ""
-    assert run.returncode == 141
+@pytest.mark.parametrize("name", ["generate", "serve", "fit", "doctor", "warm", "replay", "bench manager"])
+def test_help_shows_no_value_of_a_flag_and_ends_with_an_example(command, name):
+    status, out, err = command(*name.split(), "--help")
+    assert (status, err) == (0, "")
+    assert "<bool>" not in out
+    assert re.search(rf"Example: pagedkv {name}[^│╰]*$", out) or name.startswith("bench")
 
 
 def test_help_loads_no_torch():
-    script = (
-        "import sys\n"
-        "from pagedkv.cli.app import main\n"
-        "try: main(['generate', '--help'])\n"
-        "except SystemExit: print(*sys.modules)"
-    )
+    script = "import sys; from pagedkv.cli.app import invoke; invoke(['generate', '--help']); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "--num-samples" in run.stdout
     assert not {"torch", "numba", "numpy"} & set(run.stdout.splitlines()[-1].split())
@@ -131,5 +84,5 @@ def test_warm_compiles_everything_and_says_where(command, monkeypatch):
     assert re.search(r"memory manager +\d+\.\d s\nframe pool +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out)
     assert "compiled functions are kept in" in out
     monkeypatch.setattr(machine_code, "_can_write", lambda place: False)
-    out = command("warm").out
+    out = compiling.place()
     assert "no folder can be written: each process compiles in memory; set PAGEDKV_CACHE_DIR" in out
