@@ -13,12 +13,11 @@ from pagedkv.tiers.shared.records import Client, Records
 from pagedkv.tiers.shared.redis import RedisTier
 from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.tier import Job, Key, Op, Result, Tier, TierStats
-from pagedkv.tiers.write_back import EveryPage, UsedAgain, WriteBack
+from pagedkv.tiers.write_back import UsedAgain, WriteBack
 
 __all__ = [
     "Client",
     "DiskTier",
-    "EveryPage",
     "Fetch",
     "HostTier",
     "Job",

@@ -65,7 +65,6 @@ class HostTier(SlotTier):
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
         memory = _allocate(num_slots * pool.frame_bytes, is_pinned=pool.is_cuda)
         self._memory = memory.view(num_slots, pool.frame_bytes)
-        self._bytes = self._memory.numpy()
         self._seals = [b""] * num_slots
         return []
 
@@ -111,7 +110,6 @@ class HostTier(SlotTier):
 
     def _end(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._bytes = self._memory.numpy()
 
 
 def _places(moves: Sequence[Move]) -> tuple[Numbers, Numbers]:

@@ -47,10 +47,6 @@ class PoolView:
         self._states = states
         self._streams: dict[int, torch.cuda.Stream] = {}  # by thread
 
-    def now(self) -> PoolView:
-        """Return a view of the frames as they are now, which a resize of the pool does not replace."""
-        return PoolView(self.frames, self._states)
-
     def stamp(self, frame: int) -> int:
         """Return a number that `holds` compares with."""
         return int(self._states()[0][frame])

@@ -31,7 +31,7 @@ from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer, fingerprint
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import CLOSING, Key, Op, Tier, TierStats
-from pagedkv.tiers.write_back import EveryPage, WriteBack
+from pagedkv.tiers.write_back import WriteBack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,8 @@ class TierStack(ThreadGuard):
                 f"the {lasting[0]} tier keeps pages for other processes, and the cache has no name for its weights; "
                 "give model=, such as the digest of the checkpoint"
             )
-        if isinstance(write_back, type) or not callable(getattr(write_back or EveryPage(), "stores", None)):
+        is_rule = not isinstance(write_back, type) and callable(getattr(write_back, "stores", None))
+        if write_back is not None and not is_rule:
             raise InvalidRequest(f"write_back is {write_back!r}; give an object with `stores`, such as UsedAgain()")
         names = [tier.name for tier in tiers]
         for number, tier in enumerate(tiers):
@@ -103,7 +104,7 @@ class TierStack(ThreadGuard):
                 tier.name = f"{tier.name}-{names[:number].count(names[number]) + 1}"
         self._model, self._rank = model, whole(rank, "rank")
         self._levels: list[Level] = [Level(tier) for tier in tiers]
-        self._write_back = write_back or EveryPage()
+        self._write_back = write_back
         self._quotas: dict[bytes, int | None] = {}
         self._is_closed = False
         self._since: int | None = 0  # the last event seen; None: look at all pages that are published
@@ -183,7 +184,7 @@ class TierStack(ThreadGuard):
         removed = [self._namer.key(page.digest, page.tenant, page.group) for page in changes.removed]
         uses = self._manager().frame_views().uses
         for frame, page in changes.stored:
-            if self._write_back.stores(uses=int(uses[frame]), tenant=page.tenant):
+            if self._write_back is None or self._write_back.stores(uses=int(uses[frame]), tenant=page.tenant):
                 entry = frame, self.pool.stamp(frame), self._namer.key(page.digest, page.tenant, page.group)
                 for level in self._levels:
                     level.backlog.append(entry)

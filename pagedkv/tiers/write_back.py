@@ -16,14 +16,6 @@ class WriteBack(Protocol):
         """Return whether a page is stored. uses: 0 if the pool sees it for the first time, more if it came back."""
 
 
-class EveryPage:
-    """Store every page."""
-
-    def stores(self, *, uses: int, tenant: bytes) -> bool:
-        """Return True."""
-        return True
-
-
 class UsedAgain:
     """Store the pages that came back soon after they were evicted: fewer writes, for a disk that wears."""
 

@@ -29,7 +29,7 @@ def damage(tiers: list[HostTier | DiskTier], draw: random.Random) -> None:
     """Flip a bit of a page in some tier."""
     tier = draw.choice(tiers)
     if isinstance(tier, HostTier):
-        tier._bytes[draw.randrange(len(tier._bytes)), draw.randrange(SPEC.frame_bytes)] ^= 1
+        tier._memory[draw.randrange(len(tier._memory)), draw.randrange(SPEC.frame_bytes)] ^= 1
     else:
         with open(tier._path("bytes"), "r+b") as file:
             at = draw.randrange(tier._slots.num_frames) * tier._stride + draw.randrange(SPEC.frame_bytes)
@@ -136,8 +136,8 @@ def test_the_pages_before_a_damaged_one_are_found_and_the_damage_is_counted() ->
     world.run(ids)
     assert cache.tiers.flush(20)
     cache.evict(16)
-    fifth = np.flatnonzero((tier._bytes[:16] == 0).all(1) == False)[5]  # noqa: E712
-    tier._bytes[fifth] ^= 255
+    fifth = np.flatnonzero(tier._memory[:16].numpy().any(1))[5]
+    tier._memory[fifth] ^= 255
     fetch = cache.fetch(ids)
     assert fetch.wait(20)
     assert world.check_found(ids) == fetch.tokens < 40

@@ -90,8 +90,8 @@ def test_a_flipped_byte_is_a_miss_and_the_chunks_beside_it_are_loaded() -> None:
     tier = HostTier("1MiB")
     primary = Primary(tier)
     primary.stored()
-    slot = next(at for at, row in enumerate(tier._bytes) if row[0] == 2)
-    tier._bytes[slot, 99] ^= 4
+    slot = next(at for at, row in enumerate(tier._memory) if row[0] == 2)
+    tier._memory[slot, 99] ^= 4
     ended = primary.job(Op.LOAD, KEYS[:4], range(4))
     assert (sorted(ended.loaded), ended.failed) == ([KEYS[0], *KEYS[2:4]], False)
     assert tier.stats().corrupt == 1
