@@ -109,20 +109,6 @@ def test_ctrl_c_is_status_130_and_an_open_address_without_a_key_is_named(extra: 
         assert server.end(signal.SIGINT) == (130, "")
 
 
-@pytest.mark.slow
-def test_a_window_with_sinks_holds_a_text_that_the_pool_does_not(extra: None) -> None:
-    """1,000 tokens take 64 frames without a window."""
-    from pagedkv.model import Engine, SamplingParams
-
-    with serving("--window", 64, "--sinks", 4, "--num-frames", 16, "--prefill-chunk", 16) as server:
-        asked = {"prompt": ASKED, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
-        answer = server.ask("/v1/completions", asked)
-        assert answer.json["usage"]["completion_tokens"] == 1000
-    engine = Engine.load(window=64, sinks=4)
-    (wanted,) = engine.generate([ASKED], SamplingParams(max_tokens=1000, ignore_eos=True))[0].completions
-    assert answer.json["choices"][0]["text"] == wanted.text
-
-
 def test_an_engine_that_stops_ends_the_server_with_its_reason(
     extra: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
