@@ -159,7 +159,7 @@ def share(packed: Packed, shared: I32) -> int:
 
 
 @compiled
-def drop(packed: Packed, dropped: I32, keep: int, advice: int, positions: I64) -> int:
+def drop(packed: Packed, dropped: I32, keep: int, positions: I64) -> int:
     """Remove a reference from each frame, in this order. Return ALL or the index of a frame that lacks the reference.
 
     keep: KEEP_NAMED or KEEP_ALL. Shapes: positions int64 [n], or [0] for position 0 of all
@@ -175,25 +175,25 @@ def drop(packed: Packed, dropped: I32, keep: int, advice: int, positions: I64) -
     for i in range(len(dropped)):
         frame = np.int64(dropped[i])
         position = positions[i] if len(positions) else np.int64(0)
-        _drop(s, frame, keep, position, advice)
+        _drop(s, frame, keep, position)
     return ALL
 
 
 @compiled
-def drop_one(packed: Packed, frame: int, keep: int, advice: int) -> int:
+def drop_one(packed: Packed, frame: int, keep: int) -> int:
     """Do the same for one frame at position 0. Return ALL, or 0 if the frame lacks the reference."""
     s = unpacked(packed)
     if frame < 0 or frame >= len(s.frames) or s.frames[frame].refs == 0:
         return 0
-    _drop(s, frame, keep, np.int64(0), advice)
+    _drop(s, frame, keep, np.int64(0))
     return ALL
 
 
 @inlined
-def _drop(s: State, frame: int, keep: int, position: int, advice: int) -> None:
+def _drop(s: State, frame: int, keep: int, position: int) -> None:
     if keep == KEEP_ALL and s.frames[frame].published == 0:
         s.frames[frame].parent = index.root_parent(_ROOT)  # as that of a named frame: no page is before it
-    if frames.drop_reference(s.frames, s.reg, frame, keep, position, advice):
+    if frames.drop_reference(s.frames, s.reg, frame, keep, position, 0):
         frames.free(s, frame)
 
 

@@ -26,7 +26,7 @@ from pagedkv.core.frame_pool import batches
 from pagedkv.core.frame_pool.packed import pack
 from pagedkv.core.frame_pool.rows import Frames, Keys, frame_numbers, key_row, token_positions
 from pagedkv.core.observe.stats import PoolStats, gather_pool, usages_of
-from pagedkv.core.policies import Policy, advised, chosen, install
+from pagedkv.core.policies import Policy, chosen, install
 from pagedkv.core.pool import epochs
 from pagedkv.core.state import I32, I64
 from pagedkv.core.tables import steps
@@ -150,27 +150,23 @@ class FramePool(ThreadGuard):
         frames: Frames,
         *,
         last: bool = False,
-        advice: str = "WILLNEED",
         positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
     ) -> None:
         """Remove a reference from each of `frames`. Frames dropped first are evicted first: give tails before prefixes.
 
         last:      keep a frame without a key, too, until the policy evicts it: its contents may still be read.
-        advice:    "DONTNEED": evicted first of all. "COLD": before all frames without advice. "WILLNEED": in the
-                   policy's order.
         positions: the position of the first token of each frame, for the policy "cost".
         Raises:    InvalidRequest for a frame without so many references. Nothing was changed then.
         """
         if self._calls or self._owner:
             self._enter("drop")
-        offset = 0 if advice == "WILLNEED" else advised(advice)
         keep = batches.KEEP_ALL if last else batches.KEEP_NAMED
         if type(frames) is int and positions is None and -1 <= frames < self.num_frames:
-            at, row = batches.drop_one(self._held[1], frames, keep, offset), None
+            at, row = batches.drop_one(self._held[1], frames, keep), None
         else:
             row = frame_numbers(frames)
             places = _NO_POSITIONS if positions is None else token_positions(positions, len(row))
-            at = batches.drop(self._held[1], row, keep, offset, places)
+            at = batches.drop(self._held[1], row, keep, places)
         if at != batches.ALL:
             row = frame_numbers(frames) if row is None else row
             self._refuse(row, at, "drop", "has no such reference; drop each reference once")

@@ -28,11 +28,6 @@ class Usage:
     tokens_matched: int
     evictions: int
 
-    @property
-    def tokens_missed(self) -> int:
-        """Tokens asked for and not matched."""
-        return self.tokens_asked - self.tokens_matched
-
 
 @dataclass(frozen=True)
 class Stats:

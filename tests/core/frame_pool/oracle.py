@@ -12,8 +12,6 @@ import numpy as np
 
 from pagedkv.core import FramePool
 
-LISTS = ("DONTNEED", "COLD", "WILLNEED")
-
 
 @dataclass
 class Frame:
@@ -23,7 +21,6 @@ class Frame:
     key: bytes | None = None
     kept: bool = False  # without references, the frame is cached
     epoch: int | None = None  # the fence
-    advice: str = "WILLNEED"
     tenant: bytes = b""
     named_at: int = 0
 
@@ -52,7 +49,7 @@ class PoolOracle:
 
     pool: FramePool
     frames: list[Frame] = field(default_factory=list)
-    lists: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in LISTS})
+    order: list[int] = field(default_factory=list)  # the evictable frames, in the order of LRU
     fences: list[int] = field(default_factory=list)  # in the order in which they fall
     epoch: int | None = None  # the newest one that has not passed
     quotas: dict[bytes, Quota] = field(default_factory=dict)
@@ -73,12 +70,12 @@ class PoolOracle:
         self.frames[frame].refs += 1
         self.frames[frame].kept = False
 
-    def drop(self, frame: int, *, last: bool, advice: str) -> None:
+    def drop(self, frame: int, *, last: bool) -> None:
         its = self.frames[frame]
         its.refs -= 1
         if its.refs:
             return
-        its.kept, its.advice = last or its.key is not None, advice
+        its.kept = last or its.key is not None
         if self.epoch is not None:
             if its.epoch is not None:
                 self.fences.remove(frame)
@@ -123,13 +120,12 @@ class PoolOracle:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def unlist(self, frame: int) -> None:
-        for one in self.lists.values():
-            if frame in one:
-                one.remove(frame)
+        if frame in self.order:
+            self.order.remove(frame)
 
     def enlist(self, frame: int) -> None:
         if self.frames[frame].evictable:
-            self.lists[self.frames[frame].advice].append(frame)
+            self.order.append(frame)
 
     def holders(self, key: bytes) -> list[int]:
         """Return the frames that have the key, in the order in which they got it."""
@@ -138,10 +134,6 @@ class PoolOracle:
 
     def those(self, status: str) -> list[int]:
         return [frame for frame, its in enumerate(self.frames) if its.status == status]
-
-    def victims(self) -> list[int]:
-        """Return the evictable frames, in the order of LRU."""
-        return [frame for name in LISTS for frame in self.lists[name]]
 
     def used(self, tenant: bytes) -> int:
         return sum(its.status != "free" and its.tenant == tenant for its in self.frames)
@@ -171,9 +163,9 @@ class PoolOracle:
         waiting = [its for its in self.frames if its.status == "cached" and its.epoch is not None]
         assert now.pending == counted["retired"] + len(waiting)
         victims = pool.victims(pool.num_frames).tolist()
-        assert sorted(victims) == sorted(self.victims())
+        assert sorted(victims) == sorted(self.order)
         if pool.policy.name == "lru" and not self.quotas:
-            assert victims == self.victims()
+            assert victims == self.order
         for tenant in self.quotas:
             assert pool.stats().tenants[tenant].used == self.used(tenant)
         self.verify_keys()

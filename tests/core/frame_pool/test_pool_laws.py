@@ -132,16 +132,6 @@ def test_a_frame_without_a_key_can_be_kept_until_last(pool: FramePool) -> None:
     assert pool.stats().free == 1, "dropped without last=, a frame without a key is free"
 
 
-def test_advice_orders_eviction(pool: FramePool) -> None:
-    frames = named(pool, 1, 2, 3)
-    for frame, advice in zip(frames, ("WILLNEED", "COLD", "DONTNEED"), strict=True):
-        pool.drop(frame, advice=advice)
-    assert pool.victims(8).tolist() == frames[::-1]
-    for wrong in ("MUSTNEED", 3, None):
-        with pytest.raises(InvalidRequest, match="advice is"):
-            pool.drop(frames[:1], advice=wrong)  # type: ignore[arg-type]
-
-
 def test_each_policy_ranks_by_what_it_knows() -> None:
     def order(policy: str, *drops: tuple[int, dict[str, object]], used: int = -1) -> list[int]:
         small = FramePool(8, key_bytes=8, policy=policy)
@@ -187,7 +177,7 @@ def test_victims_changes_nothing_and_is_what_eviction_does_next() -> None:
             if number % 4 == 0:
                 small.share(frame)
                 small.drop(frame)
-            small.drop(frame, advice=("WILLNEED", "WILLNEED", "COLD")[number % 3])
+            small.drop(frame)
         before = everything(small)
         expected = small.victims(100).tolist()
         assert len(expected) == 24

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagedkv.core import FramePool
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
-from tests.core.frame_pool.oracle import LISTS, PoolOracle, Quota, everything
+from tests.core.frame_pool.oracle import PoolOracle, Quota, everything
 
 TENANTS = some.sampled_from([b"", b"", b"acme", b"umbra"])
 KEYS = some.integers(0, 7)  # few, so that they meet
@@ -65,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.oracle.may_take(count, tenant):
             self.refused(OutOfFrames, call)
             return
-        free, before = len(self.oracle.those("free")), self.oracle.victims()
+        free, before = len(self.oracle.those("free")), list(self.oracle.order)
         next_one = after + 1 if after >= 0 and after + 1 in self.oracle.those("free") else None
         taken = call()
         gone = self.evicted()
@@ -104,19 +104,18 @@ class PoolMachine(RuleBasedStateMachine):
         data=some.data(),
         wrong=some.lists(FRAMES, max_size=1),
         last=some.booleans(),
-        advice=some.sampled_from(["WILLNEED", *LISTS]),
         single=some.booleans(),
     )
-    def drop(self, data: some.DataObject, wrong: list[int], last: bool, advice: str, single: bool) -> None:
+    def drop(self, data: some.DataObject, wrong: list[int], last: bool, single: bool) -> None:
         held = [frame for frame, its in enumerate(self.oracle.frames) for _ in range(its.refs)]
         dropped = data.draw(some.lists(some.sampled_from(held), max_size=6)) + wrong if held else wrong
         given = dropped[0] if single and len(dropped) == 1 else dropped
         if any(frame >= len(self.oracle.frames) or dropped.count(frame) > held.count(frame) for frame in dropped):
-            self.refused(InvalidRequest, lambda: self.pool.drop(given, last=last, advice=advice))
+            self.refused(InvalidRequest, lambda: self.pool.drop(given, last=last))
             return
-        self.pool.drop(given, last=last, advice=advice)
+        self.pool.drop(given, last=last)
         for frame in dropped:
-            self.oracle.drop(frame, last=last, advice=advice)
+            self.oracle.drop(frame, last=last)
 
     @rule(data=some.data(), lost=some.lists(FRAMES, max_size=4))
     def recover(self, data: some.DataObject, lost: list[int]) -> None:
@@ -131,7 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.recover(counts) == expected
         for frame, its in enumerate(self.oracle.frames):
             while its.refs > counts[frame]:
-                self.oracle.drop(frame, last=False, advice="WILLNEED")
+                self.oracle.drop(frame, last=False)
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
         before = everything(self.pool)
         expected = self.pool.victims(count).tolist()
         assert everything(self.pool) == before
-        assert self.pool.evict(count) == len(expected) == min(count, len(self.oracle.victims()))
+        assert self.pool.evict(count) == len(expected) == min(count, len(list(self.oracle.order)))
         assert sorted(self.evicted()) == sorted(expected)
 
     @rule(more=some.integers(1, 3))
