@@ -256,6 +256,7 @@ def test_a_turn_with_another_forward_or_hook_leaves_no_pages(change: Callable[[A
     expected = llama.generate(more, **OPTIONS)
     handle = patch(llama, memory="16MiB")
     talk = llama.generate(PROMPT, **OPTIONS, return_dict_in_generate=True)
+    assert talk[CACHE].get_seq_length() == 51  # all but the last token
     change(llama, -1.0)
     assert not llama.generate(more, **OPTIONS, **{CACHE: talk[CACHE]}).equal(expected)
     vars(llama.model.layers[1].mlp).pop("forward", None)

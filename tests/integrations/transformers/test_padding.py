@@ -228,8 +228,12 @@ def test_a_padded_step_after_an_interrupted_one_is_the_hosts(at: str, side: str,
     ids, rest = prompts(16, (0, 0))["input_ids"], torch.ones(2, 8, dtype=torch.long)
     mask = torch.cat([rest, shown(side, 8, 2, 1)], 1)
 
+    error: type[BaseException] = (
+        KeyboardInterrupt if side == "left" else RuntimeError
+    )  # torch calls no hook, or it does
+
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     expected = llama(ids, attention_mask=mask, use_cache=False).logits[:, 8:]
     for first in (rest, shown("right", 8, 2, 3)):
@@ -237,7 +241,7 @@ def test_a_padded_step_after_an_interrupted_one_is_the_hosts(at: str, side: str,
             llama(ids[:, :8], **{CACHE: cache})
             stopped = llama.get_submodule(at).register_forward_hook(interrupt)
             for made in (other, cache):
-                with pytest.raises(KeyboardInterrupt):
+                with pytest.raises(error):
                     llama(ids[:, 8:], attention_mask=torch.cat([rest, first], 1)[:, -8 if made is other else 0 :],
                           **{CACHE: made})  # fmt: skip
             stopped.remove()
