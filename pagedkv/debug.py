@@ -10,8 +10,6 @@
 | PAGEDKV_CPU_ISA      | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable    |
 | PAGEDKV_NUM_THREADS  | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
 | PAGEDKV_CACHE_DIR    | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
-| PAGEDKV_CUDA_ARCHS   | names    | the architectures that a build compiles CUDA kernels for, as sm_90,sm_100; all;    |
-|                      |          | none; by default those of the GPUs of the machine that builds                      |
 | PAGEDKV_TIER_KEY     | a text   | the secret of tiers that --tier names: pages written without it are not found      |
 | PAGEDKV_API_KEY      | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
 | PAGEDKV_VLLM         | 1        | vLLM on CPUs: our attention, linear layers, workers that sleep (the default is 0)  |
@@ -20,7 +18,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -75,22 +72,3 @@ def cache_folder() -> Path:
     """Return PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache folder if it is unset or empty."""
     folder = os.environ.get("PAGEDKV_CACHE_DIR")
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"
-
-
-def cuda_architectures(supported: Collection[str], present: Collection[str] = ()) -> list[str]:
-    """Return the architectures listed in PAGEDKV_CUDA_ARCHS: [] for "none", all of `supported` for "all".
-
-    If it is unset: the supported architectures of `present`, the GPUs of this machine.
-
-    Raises: InvalidRequest for an architecture that is not supported
-    """
-    text = os.environ.get("PAGEDKV_CUDA_ARCHS")
-    if text in ("none", "all"):
-        return list(supported) if text == "all" else []
-    wanted = [name.strip() for name in text.split(",")] if text else sorted(set(present) & set(supported))
-    if unknown := sorted(set(wanted) - set(supported)):
-        raise InvalidRequest(
-            f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(supported)}; "
-            "give 'all' to build for each of them, 'none' for no architecture"
-        )
-    return wanted

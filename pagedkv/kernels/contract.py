@@ -10,8 +10,10 @@ A size is a letter of the contract. The first tensor with a letter sets it, unle
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagedkv.errors import InvalidRequest
@@ -114,23 +116,36 @@ def keep(rules: Iterable[Rule], tensors: dict[str, Any], **sizes: int) -> dict[s
         x, name = tensors[rule.field], rule.name or rule.field
         if x is None and rule.is_optional:
             continue
-        dtypes, wanted = (rule.dtypes or first).split(), rule.sizes.split()
+        dtypes, wanted = _dtypes(rule.dtypes or first), _sizes(rule.sizes)
         if "B" in sizes:
             sizes["B+1"] = sizes["B"] + 1
-        is_right = isinstance(x, Tensor) and dtype_of(x) in dtypes and x.dim() == len(wanted)
-        for letter, size in zip(wanted, x.shape if is_right else (), strict=False):
-            is_least, known = letter.startswith(">="), sizes.setdefault(letter.lstrip(">="), size)
+        is_right = isinstance(x, Tensor) and x.dtype in dtypes and x.dim() == len(wanted)
+        for (letter, is_least), size in zip(wanted, x.shape if is_right else (), strict=False):
+            known = sizes.setdefault(letter, size)
             is_right = is_right and (size >= known if is_least else size == known)
         if not is_right:
-            shape = (f"{size}={sizes[key]}" if (key := size.lstrip(">=")) in sizes else size for size in wanted)
-            text = f"{', '.join(dtypes)} [{', '.join(shape)}]" + (", or None" if rule.is_optional else "")
+            shape = (
+                f"{'>=' * is_least}{letter}" + (f"={sizes[letter]}" if letter in sizes else "")
+                for letter, is_least in wanted
+            )
+            text = f"{', '.join(dtypes.values())} [{', '.join(shape)}]" + (", or None" if rule.is_optional else "")
             raise InvalidRequest(f"{name} is {described(x)}; it must be {text}{rule.about}")
         first = first or dtype_of(x)
-        if rule.has_rows:
+        if rule.has_rows and x.stride(-1) != 1:
             has_rows(**{name: x})
-        if rule.is_written:
+        if rule.is_written and not x.is_contiguous():
             no_overlap(**{name: x})
     return sizes
+
+
+@cache
+def _dtypes(names: str) -> dict[torch.dtype, str]:
+    return {getattr(torch, name): name for name in names.split()}
+
+
+@cache
+def _sizes(dims: str) -> tuple[tuple[str, bool], ...]:
+    return tuple((size.lstrip(">="), size.startswith(">=")) for size in dims.split())
 
 
 def has_rows(**tensors: Tensor) -> None:

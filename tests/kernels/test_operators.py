@@ -28,7 +28,7 @@ def write_args(case: Case) -> tuple[Any, ...]:
     return (*write_of(layer, k, -k, batch.slots, rope, batch.positions), "auto")
 
 
-@pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)
+@pytest.mark.parametrize("case", [pytest.param(CASE, marks=pytest.mark.slow), QUANTISED], ids=str)
 def test_opcheck_finds_nothing(case: Case) -> None:
     ops, (*call, out, lse) = torch.ops.pagedkv, call_of(case.build())
     torch.library.opcheck(ops.paged_attention.default, (*call, "auto"))

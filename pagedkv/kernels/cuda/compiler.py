@@ -1,14 +1,11 @@
-"""Compile the sources of csrc/cuda to machine code. A cubin comes from the wheel, else from the user's cache folder,
-else from NVRTC, which compiles it.
+"""Compile the sources of csrc/cuda to machine code. A cubin comes from the user's cache folder, else from NVRTC, which
+compiles it.
 
-    code   = kernel, macros, options, all sources, architecture
-    code                     --sha256-->  <package>/cuda_cubins/<key>.cubin    built by setup.py
-    code, NVRTC's version    --sha256-->  <cache>/cubins/<key>.cubin           built at first use
+    kernel, macros, options, all sources, architecture, NVRTC's version    --sha256-->  <cache>/cubins/<key>.cubin
 
 The key holds no time, path or version of torch. A file is written under another name and then renamed, so it appears
 complete or not at all, and processes share the folder without locks. A checksum shows a damaged file, which is compiled
-again. Neither nvcc nor a CUDA header is needed to run: the sources include none. This file knows no attention and no
-torch, so setup.py can use it.
+again. Neither nvcc nor a CUDA header is needed to run: the sources include none. This file knows no attention.
 """
 
 from __future__ import annotations
@@ -26,9 +23,8 @@ from pagedkv import debug
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-OPTIONS: Final = ("-std=c++17", "--ptxas-options=-v")
-NVRTC_ONLY: Final = ("--device-as-default-execution-space",)
-"""NVRTC 13.0 refuses a generic lambda inside a kernel, as if it were a host function; later versions accept it."""
+OPTIONS: Final = ("-std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space")
+"""Without the last one NVRTC 13.0 refuses a generic lambda inside a kernel, as if it were a host function."""
 
 ARCHITECTURES: Final = {
     "sm_80": (163 << 10, 164 << 10),
@@ -38,10 +34,9 @@ ARCHITECTURES: Final = {
     "sm_100": (227 << 10, 228 << 10),
     "sm_120": (99 << 10, 100 << 10),
 }
-"""The architectures that cubins are prebuilt for, each with its bytes of shared memory: the most of a CTA, and of an
-SM. Code of one architecture runs on later ones of the same major number."""
+"""The architectures that tests compile for, each with its bytes of shared memory: the most of a CTA, and of an SM. Code
+of one architecture runs on later ones of the same major number."""
 
-PREBUILT: Final = Path(__file__).parents[1] / "cuda_cubins"
 _HOMES: Final = (Path(__file__).parents[1] / "cuda_sources", Path(__file__).parents[3] / "csrc/cuda")
 """The folders of the sources: in a wheel, and in a checkout."""
 
@@ -60,14 +55,14 @@ def sources() -> Mapping[str, str]:
     return {path.name: path.read_text() for path in sorted(home.iterdir()) if path.suffix in (".cuh", ".h")}
 
 
-def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, int] | None = None) -> str:
-    """Return the name of a cubin; equal code has equal names. version: of NVRTC; None for a cubin of the wheel."""
+def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, int]) -> str:
+    """Return the name of a cubin; equal code has equal names. version: of NVRTC."""
     text = repr(
         (
             kernel,
             sorted(macros.items()),
             arch,
-            (*OPTIONS, *(NVRTC_ONLY if version else ())),
+            OPTIONS,
             version,
             sorted(sources().items()),
         )
@@ -91,7 +86,7 @@ def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled
     from cupy.cuda import nvrtc
 
     texts = sources()
-    options = [f"-arch={arch}", *OPTIONS, *NVRTC_ONLY, *(f"-D{name}={value}" for name, value in macros.items())]
+    options = [f"-arch={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
     headers = [name for name in texts if name != f"{kernel}.cuh"]
     program = nvrtc.createProgram(
         texts[f"{kernel}.cuh"],
@@ -111,13 +106,10 @@ def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled
 
 
 def cubin_for(kernel: str, macros: Mapping[str, int], arch: str) -> bytes:
-    """Return machine code that runs on `arch`: prebuilt, from the cache folder, or compiled and then kept there.
+    """Return machine code that runs on `arch`: from the cache folder, or compiled and then kept there.
 
     Raises: NVRTCError.
     """
-    built = PREBUILT / f"{key(kernel, macros, nearest(arch, ARCHITECTURES))}.cubin"
-    with contextlib.suppress(OSError):
-        return built.read_bytes()
     from cupy.cuda import nvrtc
 
     arch = nearest(arch, (f"sm_{n}" for n in nvrtc.getSupportedArchs()))  # NVRTC may be older than the GPU

@@ -270,26 +270,3 @@ class CopySpecialisation:
 
 COPY_RUN: Final = 32 << 10
 """Bytes of shared memory of a CTA that copies frames, unless copies are very many. Several such CTAs share an SM."""
-
-_COMMON: Final = (
-    ("bfloat16", "bfloat16", 128),
-    ("bfloat16", "fp8_e4m3", 128),
-    ("float16", "float16", 128),
-    ("bfloat16", "bfloat16", 64),
-)
-
-
-def common(shared: tuple[int, int]) -> list[Specialisation]:
-    """Return the specialisations that most models use; a wheel carries them compiled. shared: as for `specialise`."""
-    found: list[Specialisation] = []
-    for q, kv, dim in _COMMON:
-        kinds, scaled = (KINDS[q], KINDS[kv]), int(q != kv)
-        found += [
-            specialise(kinds, (dim, dim), row_class, KeyLayout(token_scales=scaled, page_runs=2), shared)
-            for row_class in CLASSES
-        ]
-        found += [
-            WriteSpecialisation(kinds[1], kinds[0], kinds[0], dim, dim, 2 * scaled, 2 * scaled, 0, 0),
-            MergeSpecialisation(kinds[0], dim),
-        ]
-    return [*dict.fromkeys(found), CopySpecialisation(16, COPY_RUN)]

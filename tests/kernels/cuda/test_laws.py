@@ -104,14 +104,19 @@ def far(x: Tensor, dim: int, folder: Path) -> Tensor:
     return sparse.view(x.dtype).as_strided(x.shape, strides).copy_(x)
 
 
-@pytest.mark.parametrize(
-    ("name", "dim"),
-    [
-        *(("q", 0), ("q", 1), ("k", 0), ("k", 1), ("k", 2), ("v", 0), ("v", 1), ("v", 2), ("out", 0), ("out", 1)),
-        *(("k_scale", 0), ("k_scale", 1), ("k_scale", 2), ("v_scale", 0), ("v_scale", 1), ("v_scale", 2)),
-        *(("block_table", 0), ("tree_mask", 0)),
-    ],
-)
+def some(*fields: str) -> pytest.MarkDecorator:
+    """Each is a field and one of its dims; every third is quick."""
+    given = (field.split() for field in fields)
+    return pytest.mark.parametrize(
+        ("name", "dim"),
+        [pytest.param(x, int(d), marks=[pytest.mark.slow] * (n % 3 > 0)) for n, (x, d) in enumerate(given)],
+    )
+
+
+@some(
+    "q 0", "q 1", "v 0", "k 0", "k 1", "v 1", "k 2", "v 2", "k_scale 0", "k_scale 1", "k_scale 2", "v_scale 1",
+    "out 0", "v_scale 0", "v_scale 2", "block_table 0", "out 1", "tree_mask 0",
+)  # fmt: skip
 def test_strides_beyond_32_bits_are_read_right(name: str, dim: int, tmp_path: Path) -> None:
     call = call_of(replace(MIXED, dims=(64, 64), mask="tree", rows=True).build())
     expected, machine = call._replace(out=torch.full_like(call.out, torch.nan)), Emulator()
@@ -123,24 +128,10 @@ def test_strides_beyond_32_bits_are_read_right(name: str, dim: int, tmp_path: Pa
     assert torch.equal(apart.lse, expected.lse)
 
 
-@pytest.mark.parametrize(
-    ("name", "dim"),
-    [
-        *(
-            ("k_new", 0),
-            ("k_new", 1),
-            ("v_new", 0),
-            ("v_new", 1),
-            ("k", 0),
-            ("k", 1),
-            ("k", 2),
-            ("v", 0),
-            ("v", 1),
-            ("v", 2),
-        ),
-        *(("k_scale", 0), ("k_scale", 1), ("v_scale", 2), ("slots", 0), ("positions", 0), ("cos", 0), ("sin", 0)),
-    ],
-)
+@some(
+    "k_new 0", "k_new 1", "v_new 0", "k 0", "k 1", "v_new 1", "v 2", "k 2", "v 0", "k_scale 0", "v 1", "k_scale 1",
+    "slots 0", "v_scale 2", "positions 0", "cos 0", "sin 0",
+)  # fmt: skip
 def test_strides_beyond_32_bits_are_written_right(name: str, dim: int, tmp_path: Path) -> None:
     layer = MIXED.build().layer
     k, v, angles = torch.randn(5, 2, 64).bfloat16(), torch.randn(5, 2, 48).bfloat16(), torch.rand(9, 16)
@@ -208,7 +199,7 @@ def test_a_pool_without_frames_serves_a_query_that_sees_no_key() -> None:
     assert (paged_attention(built.q, layer, built.batch) == 0).all()
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 1000, 2**20 + 1])
+@pytest.mark.parametrize("block_size", [1, pytest.param(3, marks=pytest.mark.slow), 1000, 2**20 + 1])
 def test_very_small_and_very_large_block_sizes_are_served(block_size: int) -> None:
     case = Case(q_lens=(1, 5), kv_lens=(70, 9), heads=(2, 1), dims=(64, 64), dtype="bfloat16")
     built = replace(case, block_size=min(block_size, 1000)).build()

@@ -172,9 +172,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        SQUARE,
-        CHUNK,
-        replace(CHUNK, q_lens=(48,), kv_lens=(160,), dtype="float16", rows=True),
+        pytest.param(SQUARE, marks=pytest.mark.slow),
+        pytest.param(CHUNK, marks=pytest.mark.slow),
+        pytest.param(replace(CHUNK, q_lens=(48,), kv_lens=(160,), dtype="float16", rows=True), marks=pytest.mark.slow),
         replace(SQUARE, q_lens=(40, 37), kv_lens=(40, 37), padding=3),
         replace(CHUNK, punched=True),
         replace(SQUARE, kv="fp8_e4m3/tensor", rows=True),

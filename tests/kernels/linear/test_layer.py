@@ -93,14 +93,6 @@ def test_a_graph_calls_one_operator(backend: str, calls: list[int]) -> None:
     assert calls == [4, 4, 7, 7]
 
 
-def test_a_compiled_gradient_is_torchs() -> None:
-    x, w, _ = operands(4)
-    x.requires_grad_()
-    torch.compile(lambda x: linear(x, w).sum(), backend="aot_eager", fullgraph=True)(x).backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, w.sum(0).expand(4, 96))
-
-
 @pytest.mark.parametrize("shape", [(95,), (2, 97), ()])
 def test_columns_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     _, w, b = operands(1)
@@ -236,10 +228,3 @@ def test_a_change_of_the_environment_and_of_threads_acts_at_once(monkeypatch: An
         torch.set_num_threads(before)
     assert [ops._threads for ops in made] == [before, before + 1, 3, 3]
     assert made[-1]._isa == "portable"
-
-
-def test_the_choice_is_made_once(monkeypatch: Any) -> None:
-    x, w, b = operands(2)
-    linear(x, w, b)
-    monkeypatch.setattr("pagedkv.kernels.linear.choose", lambda *_: pytest.fail("chosen again"))
-    linear(x[:1], w, b)

@@ -6,8 +6,6 @@ twice as far as torch's own.
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -317,12 +315,6 @@ def test_weights_are_widened_where_torch_is_slow(is_fast: bool, monkeypatch: pyt
     linear._CHOSEN.clear()
 
 
-def test_without_the_extension_the_definition_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
-    monkeypatch.setattr(extension, "_cpu", None)
-    assert type(linear.choose(CPU, torch.bfloat16, 1)) is Operations
-
-
 def test_results_may_lie_on_their_input() -> None:
     """A thread may write a result while another has not yet read its input, so the definition answers."""
     x, weights = numbers(3, 64, dtype=torch.float32), numbers(64, 64, dtype=torch.float32, seed=1)
@@ -357,24 +349,3 @@ def test_a_call_with_no_thread_is_not_served() -> None:
     assert extension.extension().linear(0, *tensors, EPS, "portable", 1)
     for threads in (0, -1, 2**32):
         assert extension.extension().linear(0, *tensors, EPS, "portable", threads) is None
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="True is immortal")
-def test_references_to_true_are_counted_while_another_thread_runs() -> None:
-    x, weights = torch.ones(1, 512), torch.ones(512, 512)
-    native, out, stop = cpu.Native(), torch.empty(1, 512), threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            [True for _ in range(100)]
-
-    other = threading.Thread(target=count)
-    before = sys.getrefcount(True)
-    other.start()
-    try:
-        for _ in range(3000):
-            native.norm_linear(x, None, weights, None, EPS, out)
-    finally:
-        stop.set()
-        other.join()
-    assert abs(sys.getrefcount(True) - before) < 50

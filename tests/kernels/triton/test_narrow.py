@@ -34,7 +34,6 @@ def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kv", "power"),
     [
-        ("fp8_e4m3", 60),
         ("int4/token_head", -60),
         *(pytest.param(kv, power, marks=pytest.mark.slow) for kv in KINDS for power in (-60, 60)),
     ],
