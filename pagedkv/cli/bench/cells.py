@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, Final
@@ -19,7 +19,7 @@ SIZES: Final[dict[str, dict[str, int]]] = {"decode": {}, "call": {"batch": 1}, "
 
 
 def chosen(
-    axes: dict[str, Sequence[Any]], kinds: Sequence[str], threads: Sequence[int], *, is_full: bool
+    axes: Mapping[str, Sequence[Any]], kinds: Sequence[str], threads: Sequence[int], *, is_full: bool
 ) -> list[Cell]:
     """Return the cells: without an axis those of a grid, else the product of the values around a typical cell.
 

@@ -1,4 +1,4 @@
-"""The commands `pagedkv bench ...` and their options. --help is quick: commands import their modules late.
+"""The commands `pagedkv bench ...` and their options, by subject. --help is quick: commands import their modules late.
 
 Ctrl-C unwinds a benchmark, so that its peers end and its temporary files go; a second Ctrl-C ends the process at once.
 Rows that were complete are kept. The exit status tells whether the run could be made, not whether it was fast;
@@ -11,46 +11,169 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
+from pagedkv.cli.options import Texts, command, option
+
 AGAIN: Final = 0.05
 """Seconds until a dropped interrupt is raised again."""
-_CELLS: Final = "What is measured"
+
+Numbers = list[int] | None
+Paths = list[Path] | None
 
 
-def _several(help_text: str, name: str = "NAME", **more: Any) -> Any:
+def _several(metavar: str, words: str, *names: str, **limits: Any) -> Any:
     """Return an option that may be given several times and chooses what is measured."""
-    return typer.Option(metavar=name, help=f"{help_text}; again for more.", rich_help_panel=_CELLS, **more)
+    return option(metavar, f"{words}; again for more.", *names, panel="Cells", **limits)
 
 
-Quick = Annotated[bool, typer.Option("--quick", help="The cases that show most, in a few minutes.")]
-JsonList = Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")]
-Record = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")
-]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rows of this run: FILE.svg or FILE.png.")]
-Turns = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Each goes through all variants: 5, or 2 with --quick.")
-]
-Shapes = Annotated[list[str] | None, _several("B sequences of N tokens", "BxN")]
-Dtypes = Annotated[list[str] | None, _several("float32, bfloat16, float16")]
-KvDtypes = Annotated[list[str] | None, _several("fp8_e4m3, fp8_e5m2, int8, int4")]
-Heads = Annotated[list[str] | None, _several("Query and kv heads", "H/K")]
-HeadDims = Annotated[list[int] | None, _several("Of K and V", "N", min=1)]
-BlockSizes = Annotated[list[int] | None, _several("Tokens in a frame", "N", min=1)]
-Contexts = Annotated[list[int] | None, _several("Tokens of a sequence", "N", min=1)]
-Batches = Annotated[list[int] | None, _several("Sequences", "N", min=1)]
-Threads = Annotated[list[int] | None, _several("As is: 1, and 2 where there are", "N", min=1, max=1024)]
-Kernels = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Our kernels to compare; by default all that run there.")
-]
-Device = Annotated[str, typer.Option(metavar="NAME", help="cpu; or cuda, in cells of its own.")]
+@dataclass(frozen=True)
+class Printing:
+    """The form of what is printed."""
+
+    as_json: Annotated[bool, option("", "Print a list of objects, no more.", "--json")] = False
+
+
+@dataclass(frozen=True)
+class Recording(Printing):
+    """The file of the rows."""
+
+    record: Annotated[Path | None, option("FILE", "Append the rows there, not to bench/results of a checkout.")] = None
+
+
+@dataclass(frozen=True)
+class Showing(Recording):
+    """The output of a run."""
+
+    plot: Annotated[Path | None, option("FILE", "Draw the rows of this run: FILE.svg or FILE.png.")] = None
+
+    def shown(self) -> Any:
+        """Return the output, checked."""
+        from pagedkv.cli.bench.run import Shown
+
+        return Shown(self.as_json, self.record, self.plot)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a run."""
+
+    quick: Annotated[bool, option("", "The cases that show most, in a few minutes.", "--quick")] = False
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a grid of cells; without one, the grid is that of the benchmark."""
+
+    dtype: Annotated[Texts, _several("NAME", "float32, bfloat16, float16")] = None
+    kv: Annotated[Texts, _several("NAME", "fp8_e4m3, fp8_e5m2, int8, int4")] = None
+    heads: Annotated[Texts, _several("H/K", "Query and kv heads")] = None
+    head_dim: Annotated[Numbers, _several("N", "Of K and V", min=1)] = None
+    block_size: Annotated[Numbers, _several("N", "Tokens in a frame", min=1)] = None
+    context: Annotated[Numbers, _several("N", "Tokens of a sequence", min=1)] = None
+    batch: Annotated[Numbers, _several("N", "Sequences", min=1)] = None
+
+    def given(self) -> dict[str, list[Any]]:
+        """Return the values of each axis."""
+        return {name: values or [] for name, values in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The part of the machine, and the kernels."""
+
+    threads: Annotated[Numbers, _several("N", "As is: 1, and 2 where there are", min=1, max=1024)] = None
+    kernels: Annotated[Texts, option("NAME", "Our kernels to compare; by default all that run there.")] = None
+    device: Annotated[str, option("NAME", "cpu; or cuda, in cells of its own.")] = "cpu"
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """A benchmark in which models take steps."""
+
+    turns: Annotated[int | None, option("N", "Each goes through all variants: 5, or 2 with --quick.", min=1)] = None
+    shape: Annotated[Texts, _several("BxN", "B sequences of N tokens")] = None
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Other engines beside the reference engine."""
+
+    peers_python: Annotated[Paths, _several("PYTHON", "One that has OpenVINO GenAI or llama.cpp")] = None
+
+
+@dataclass(frozen=True)
+class Every(Recording):
+    """All benchmarks."""
+
+    full: Annotated[bool, option("", "Everything, two hours; or the cases that show most.", "--full/--quick")] = False
+    only: Annotated[Texts, option("NAME", "This benchmark; again for more.")] = None
+
+
+@dataclass(frozen=True)
+class Managing:
+    """Cases of the memory manager."""
+
+    rounds: Annotated[int | None, option("N", "Each goes through all cases: 50, or 5 with --quick.", min=1)] = None
+    case: Annotated[Texts, _several("TEXT", "Only cases with it in their names")] = None
+    peers_python: Annotated[Paths, _several("PYTHON", "One that has vLLM, SGLang or nano-vllm")] = None
+    scaling: Annotated[bool, option("", "Instead: a step against pool size and context.", "--scaling")] = False
+
+
+@dataclass(frozen=True)
+class Attending:
+    """Cells of attention, and how often they are measured."""
+
+    full: Annotated[bool, option("", "The whole grid, half an hour; or two minutes.", "--full/--quick")] = False
+    kind: Annotated[Texts, _several("KIND", "Only decode, prefill, write or call")] = None
+    repetitions: Annotated[int, option("N", "Of each variant; variants take turns.", min=1)] = 15
+    vllm_python: Annotated[Path | None, option("PATH", "The Python of an environment with vLLM.")] = None
+
+
+@dataclass(frozen=True)
+class Dividing:
+    """Requests, and ways to divide the memory among them."""
+
+    trace: Annotated[
+        Path | None,
+        option("FILE", 'Serve it, too; on each line {"input_length": 6758, "output_length": 500}, as Mooncake has.'),
+    ] = None
+    workload: Annotated[Texts, _several("NAME", "Only this one")] = None
+    allocator: Annotated[Texts, _several("TEXT", "Only those with it in their names")] = None
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Operations that move bytes."""
+
+    case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames, linear or swap")] = None
+    turns: Annotated[int | None, option("N", "Of all operations of a case: 15, or 7 with --quick.", min=1)] = None
+
+
+@dataclass(frozen=True)
+class Tiering:
+    """Parts of the benchmark of tiers."""
+
+    part: Annotated[Texts, _several("NAME", "speed, first-token; all if none")] = None
+    frame: Annotated[Numbers, _several("N", "KiB of a frame, for speed", min=4, max=1 << 18)] = None
+    context: Annotated[Numbers, _several("N", "Tokens of the prompt of first-token", min=64, max=40_000)] = None
+    folder: Annotated[Path | None, option("DIR", "Where the disk tier lies; as is, with temp files.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparing(Printing):
+    """Two files of rows."""
+
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A file of rows, as bench/results has them.")]
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")]
+    relative: Annotated[bool, option("", "By ratios to bounds and peers of their own run.", "--relative")] = False
+    tolerance: Annotated[float, option("X", "Below 1 - X, a ratio has fallen.", min=0, max=1)] = 0.05
+
 
 benchmarks: Final = typer.Typer(add_completion=False)
 
@@ -95,241 +218,140 @@ def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
     again.start()
 
 
-@benchmarks.command("all")
-def bench_all(
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Everything, two hours; or the cases that show most.")
-    ] = False,
-    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This benchmark; again for more.")] = None,
-    as_json: JsonList = False,
-    record: Record = None,
-) -> int:
+def _command(example: str) -> Any:
+    """Return a decorator that adds a command with the options of its dataclasses. example: the words after `bench`"""
+    return command(benchmarks, f"pagedkv bench {example}", example.split()[0])
+
+
+@_command("all --only manager --only attention")
+def bench_all(asked: Every) -> int:
     """Every benchmark that can run here, one after the other."""
     from pagedkv.cli.bench.run import every
 
-    return every(only or [], is_quick=not full, as_json=as_json, keep=record)
+    return every(asked.only or [], is_quick=not asked.full, as_json=asked.as_json, keep=asked.record)
 
 
-@benchmarks.command("manager")
-def bench_manager(
-    rounds: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Each goes through all cases: 50, or 5 with --quick.")
-    ] = None,
-    quick: Quick = False,
-    case: Annotated[list[str] | None, _several("Only cases with it in their names", "TEXT")] = None,
-    peers_python: Annotated[list[Path] | None, _several("One that has vLLM, SGLang or nano-vllm", "PYTHON")] = None,
-    scaling: Annotated[bool, typer.Option("--scaling", help="Instead: a step against pool size and context.")] = False,
-    as_json: JsonList = False,
-    record: Record = None,
-    plot: Plot = None,
-) -> None:
+@_command("manager --peers-python ~/vllm/bin/python")
+def bench_manager(asked: Managing, size: Size, showing: Showing) -> None:
     """Cost of the memory manager, and of vLLM's, SGLang's and nano-vllm's if installed. A slow result is no error."""
-    from pagedkv.bench.manager import runner  # numba
-    from pagedkv.bench.manager import scaling as sizes
-    from pagedkv.cli.bench.run import Shown, run
+    from pagedkv.bench.manager import runner, scaling  # numba
+    from pagedkv.cli.bench.run import run
 
-    rounds, shown = rounds or (5 if quick else 50), Shown(as_json, record, plot)
-    pythons, cases = [str(path) for path in peers_python or []], runner.chosen(case or [])
-    rows = sizes.measure if scaling else partial(runner.measure, pythons=pythons, cases=cases)
+    rounds, shown = asked.rounds or (5 if size.quick else 50), showing.shown()
+    pythons, cases = [str(path) for path in asked.peers_python or []], runner.chosen(asked.case or [])
+    rows = scaling.measure if asked.scaling else partial(runner.measure, pythons=pythons, cases=cases)
     run("manager", lambda report: rows(rounds, report), shown)
 
 
-@benchmarks.command("generate")
-def bench_generate(
-    turns: Turns = None,
-    quick: Quick = False,
-    shape: Shapes = None,
-    peers_python: Annotated[list[Path] | None, _several("One that has OpenVINO GenAI or llama.cpp", "PYTHON")] = None,
-    as_json: JsonList = False,
-    record: Record = None,
-    plot: Plot = None,
-) -> None:
+@_command("generate --quick --plot steps.svg")
+def bench_generate(asked: Hosting, engines: Engines, size: Size, showing: Showing) -> None:
     """Steps of the reference engine against the speed of memory, other engines beside it. Minutes, 12 GiB."""
-    from pagedkv.cli.bench.run import Shown, host
+    from pagedkv.cli.bench.run import host
 
-    more: dict[str, Any] = {"pythons": [str(path) for path in peers_python or []]}
-    if quick:
+    more: dict[str, Any] = {"pythons": [str(path) for path in engines.peers_python or []]}
+    if size.quick:
         from pagedkv.bench.generate.models import quick_config
 
         more["config"] = quick_config()
-    host("generate", turns, shape or [], Shown(as_json, record, plot), is_quick=quick, **more)
+    host("generate", asked.turns, asked.shape or [], showing.shown(), is_quick=size.quick, **more)
 
 
-def _host(name: str, words: str) -> None:
-    """Add the command of a benchmark in which models take steps. words: its help"""
+@_command("transformers --shape 1x2048")
+def bench_transformers(asked: Hosting, size: Size, showing: Showing) -> None:
+    """model.generate of transformers with its caches and with pages. Minutes, 6 GiB without --quick."""
+    from pagedkv.cli.bench.run import host
 
-    @benchmarks.command(name, help=words)
-    def bench_host(
-        turns: Turns = None,
-        quick: Quick = False,
-        shape: Shapes = None,
-        as_json: JsonList = False,
-        record: Record = None,
-        plot: Plot = None,
-    ) -> None:
-        from pagedkv.cli.bench.run import Shown, host
-
-        host(name, turns, shape or [], Shown(as_json, record, plot), is_quick=quick)
+    host("transformers", asked.turns, asked.shape or [], showing.shown(), is_quick=size.quick)
 
 
-_host("transformers", "model.generate of transformers with its caches and with pages. Minutes, 6 GiB without --quick.")
-_host("vllm", "A decode step and a prefill of vLLM on a CPU, with its parts and with ours. Minutes, 6 GiB.")
+@_command("vllm --turns 3")
+def bench_vllm(asked: Hosting, size: Size, showing: Showing) -> None:
+    """A decode step and a prefill of vLLM on a CPU, with its parts and with ours. Minutes, 6 GiB."""
+    from pagedkv.cli.bench.run import host
+
+    host("vllm", asked.turns, asked.shape or [], showing.shown(), is_quick=size.quick)
 
 
-@benchmarks.command("attention")
-def bench_attention(
-    full: Annotated[bool, typer.Option("--full/--quick", help="The whole grid, half an hour; or two minutes.")] = False,
-    kind: Annotated[list[str] | None, _several("Only decode, prefill, write or call", "KIND")] = None,
-    dtype: Dtypes = None,
-    kv: KvDtypes = None,
-    heads: Heads = None,
-    head_dim: HeadDims = None,
-    block_size: BlockSizes = None,
-    context: Contexts = None,
-    batch: Batches = None,
-    threads: Threads = None,
-    kernels: Kernels = None,
-    repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each variant; variants take turns.")] = 15,
-    vllm_python: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")
-    ] = None,
-    device: Device = "cpu",
-    as_json: JsonList = False,
-    record: Record = None,
-    plot: Plot = None,
-) -> None:
+@_command("attention --context 4096 --kv int8 --threads 1")
+def bench_attention(asked: Attending, axes: Axes, machine: Machine, showing: Showing) -> None:
     """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
-    if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
-    axes = {"dtype": dtype, "kv": kv, "heads": heads, "head_dim": head_dim}
-    axes |= {"block_size": block_size, "context": context, "batch": batch}
-    if device == "cuda":
-        cpu_only: dict[str, object] = {**axes, "kind": kind, "threads": threads}
-        cpu_only |= {"vllm_python": vllm_python, "plot": plot}
+    if machine.device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{machine.device!r} is neither cpu nor cuda", param_hint="--device")
+    if machine.device == "cuda":
+        cpu_only: dict[str, object] = {**vars(axes), "kind": asked.kind, "threads": machine.threads}
+        cpu_only |= {"vllm_python": asked.vllm_python, "plot": showing.plot}
         if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
             raise typer.BadParameter(
                 f"the cells of a GPU are its own: leave out {', '.join(given)}", param_hint="--device"
             )
         from pagedkv.bench.gpu import attention
 
-        names = kernels or ["triton", "cuda"]
-        attention.run(names, repetitions, quick=not full, out=record, as_json=as_json)
+        names = machine.kernels or ["triton", "cuda"]
+        attention.run(names, asked.repetitions, quick=not asked.full, out=showing.record, as_json=showing.as_json)
         return
     from pagedkv.bench.attention import runner  # torch
     from pagedkv.cli.bench.cells import chosen
-    from pagedkv.cli.bench.run import Shown, run
+    from pagedkv.cli.bench.run import run
 
-    cells = chosen({name: values or [] for name, values in axes.items()}, kind or [], threads or [], is_full=full)
-    asked = runner.Asked(tuple(kernels or ("cpu", "numba", "reference")), repetitions, vllm_python)
-    run("attention", lambda report: runner.measure(cells, asked, report), Shown(as_json, record, plot))
+    cells = chosen(axes.given(), asked.kind or [], machine.threads or [], is_full=asked.full)
+    kernels = tuple(machine.kernels or ("cpu", "numba", "reference"))
+    choice = runner.Asked(kernels, asked.repetitions, asked.vllm_python)
+    run("attention", lambda report: runner.measure(cells, choice, report), showing.shown())
 
 
-@benchmarks.command("fragmentation")
-def bench_fragmentation(
-    quick: Quick = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Serve it, too; on each line {"input_length": 6758, "output_length": 500}, as Mooncake has.',
-        ),
-    ] = None,
-    workload: Annotated[list[str] | None, _several("Only this one")] = None,
-    allocator: Annotated[list[str] | None, _several("Only those with it in their names", "TEXT")] = None,
-    as_json: JsonList = False,
-    record: Record = None,
-    plot: Plot = None,
-) -> None:
+@_command("fragmentation --quick --workload sharegpt")
+def bench_fragmentation(asked: Dividing, size: Size, showing: Showing) -> None:
     """Share of the KV memory that holds tokens: our manager, and eight other ways to divide it. Minutes."""
     from pagedkv.bench.fragmentation import runner  # numba
-    from pagedkv.cli.bench.run import Shown, run
+    from pagedkv.cli.bench.run import run
 
-    asked = {"is_quick": quick, "trace": trace, "only": workload or [], "variants": allocator or []}
-    run("fragmentation", partial(runner.measure, **asked), Shown(as_json, record, plot))
+    only, variants = asked.workload or [], asked.allocator or []
+    choice = {"is_quick": size.quick, "trace": asked.trace, "only": only, "variants": variants}
+    run("fragmentation", partial(runner.measure, **choice), showing.shown())
 
 
-@benchmarks.command("bandwidth")
-def bench_bandwidth(
-    quick: Quick = False,
-    case: Annotated[
-        list[str] | None, _several("ceiling, decode, write_kv, gather_kv, copy_frames, linear or swap")
-    ] = None,
-    dtype: Dtypes = None,
-    kv: KvDtypes = None,
-    heads: Heads = None,
-    head_dim: HeadDims = None,
-    block_size: BlockSizes = None,
-    context: Contexts = None,
-    batch: Batches = None,
-    threads: Threads = None,
-    kernels: Kernels = None,
-    turns: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of all operations of a case: 15, or 7 with --quick.")
-    ] = None,
-    device: Device = "cpu",
-    as_json: JsonList = False,
-    record: Record = None,
-    plot: Plot = None,
-) -> None:
+@_command("bandwidth --case decode --context 4096")
+def bench_bandwidth(asked: Moving, axes: Axes, machine: Machine, size: Size, showing: Showing) -> None:
     """The speed of memory by access pattern, and how near to it each operation on the cache comes. Minutes."""
     from pagedkv.bench.bandwidth.runner import KERNELS, Asked, measure  # torch
     from pagedkv.cli.bench.cells import chosen
-    from pagedkv.cli.bench.run import Shown, run
+    from pagedkv.cli.bench.run import run
 
-    axes: dict[str, Sequence[Any]] = {"dtype": dtype or [], "kv": kv or [], "heads": heads or []}
-    axes |= {"head_dim": head_dim or [], "block_size": block_size or [], "context": context or [], "batch": batch or []}
-    named = {"cases": tuple(case or ()), "threads": tuple(threads or ()), "kernels": tuple(kernels or KERNELS)}
-    asked = Asked(is_quick=quick, turns=turns, device=device, **named)
-    if any(axes.values()):
-        cells = chosen(axes, ["decode"], [1], is_full=False)
-        asked = replace(asked, cells=tuple(cells), cases=asked.cases or ("decode",))
-    file = "gpu-bandwidth" if device == "cuda" else None
-    run("bandwidth", partial(measure, asked=asked), Shown(as_json, record, plot), file=file)
+    named = {"cases": tuple(asked.case or ()), "threads": tuple(machine.threads or ())}
+    choice = Asked(
+        is_quick=size.quick,
+        turns=asked.turns,
+        device=machine.device,
+        kernels=tuple(machine.kernels or KERNELS),
+        **named,
+    )
+    if any(axes.given().values()):
+        cells = chosen(axes.given(), ["decode"], [1], is_full=False)
+        choice = replace(choice, cells=tuple(cells), cases=choice.cases or ("decode",))
+    file = "gpu-bandwidth" if machine.device == "cuda" else None
+    run("bandwidth", partial(measure, asked=choice), showing.shown(), file=file)
 
 
-@benchmarks.command("tiers")
-def bench_tiers(
-    quick: Quick = False,
-    part: Annotated[list[str] | None, _several("speed, first-token; all if none")] = None,
-    frame: Annotated[list[int] | None, _several("KiB of a frame, for speed", "N", min=4, max=1 << 18)] = None,
-    context: Annotated[
-        list[int] | None, _several("Tokens of the prompt of first-token", "N", min=64, max=40_000)
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the disk tier lies; as is, with temp files.")
-    ] = None,
-    as_json: JsonList = False,
-    record: Record = None,
-    plot: Plot = None,
-) -> None:
+@_command("tiers --part first-token --context 16384")
+def bench_tiers(asked: Tiering, size: Size, showing: Showing) -> None:
     """Speed of host memory and disk, first tokens by the place of the prefix. Minutes, 6 GiB."""
     from pagedkv.bench.tiers import runner  # torch
-    from pagedkv.cli.bench.run import Shown, run
+    from pagedkv.cli.bench.run import run
 
-    sizes, contexts = tuple(kib << 10 for kib in frame or ()), tuple(context or ())
-    asked = runner.Asked(quick, folder, tuple(part or ()), sizes, contexts)
-    run("tiers", partial(runner.measure, asked=asked), Shown(as_json, record, plot))
+    sizes, contexts = tuple(kib << 10 for kib in asked.frame or ()), tuple(asked.context or ())
+    choice = runner.Asked(size.quick, asked.folder, tuple(asked.part or ()), sizes, contexts)
+    run("tiers", partial(runner.measure, asked=choice), showing.shown())
 
 
-@benchmarks.command("compare")
-def bench_compare(
-    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A file of rows, as bench/results has them.")],
-    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")],
-    relative: Annotated[
-        bool, typer.Option("--relative", help="By ratios to bounds and peers of their own run, for two machines.")
-    ] = False,
-    tolerance: Annotated[
-        float, typer.Option(metavar="X", min=0, max=1, help="Below 1 - X, a ratio has fallen.")
-    ] = 0.05,
-    as_json: JsonList = False,
-) -> int:
+@_command("compare before.jsonl after.jsonl")
+def bench_compare(asked: Comparing) -> int:
     """Two files of rows, cell by cell. Status 1 if a figure of ours fell by more than the noise."""
     from pagedkv.bench.compare import compared, report
     from pagedkv.bench.record import read
     from pagedkv.errors import InvalidRequest
 
-    changes = compared(read(first), read(second), is_relative=relative)
+    changes = compared(read(asked.first), read(asked.second), is_relative=asked.relative)
     if not changes:
-        raise InvalidRequest(f"{first} and {second} have no figure in common; compare runs of the same benchmark")
-    status: int = report(changes, tolerance, as_json=as_json)
+        raise InvalidRequest(f"{asked.first} and {asked.second} have no figure in common; compare like benchmarks")
+    status: int = report(changes, asked.tolerance, as_json=asked.as_json)
     return status

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from pagedkv.bench import record
@@ -164,17 +164,18 @@ def _print(rows: list[Row]) -> None:
     """Print a table: each figure, its ratio to a bound or to ours, and the promise; then what was not measured."""
     about = rows[0]
     table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left", box=SIMPLE_HEAD)
-    for head in ("cell", "variant", "median", "unit", "ratio", "promised"):
-        table.add_column(head, justify="left" if head in ("cell", "variant", "unit") else "right", overflow="fold")
+    for head in ("cell", "variant", "median", "ratio", "promised"):
+        justify: JustifyMethod = "left" if head in ("cell", "variant") else "right"
+        table.add_column(head, justify=justify, overflow="fold")
     ours = {_cell(row): row["median"] for row in rows if row["variant"] == "pagedkv" and row["median"]}
     console = Console(highlight=False)
     for row in (row for row in rows if row["median"] is not None):
         ratio = next((f"{row[field]:.2f}" for field in RATIOS if row.get(field) is not None), "")
         if not ratio and row["variant"] != "pagedkv" and _cell(row) in ours:
             ratio = f"{row['median'] / ours[_cell(row)]:.2f} of ours"
-        words = f"{row['median']:,.4g}{'' if row.get('clean', 1) else ', disturbed'}"
+        words = f"{row['median']:,.4g} {row['unit']}{'' if row.get('clean', 1) else ', disturbed'}"
         must = "" if row.get("must") is None else f"{row['must']:,.3g}"
-        table.add_row(_cell(row), row["variant"], words, row["unit"], ratio, must)
+        table.add_row(_cell(row), row["variant"], words, ratio, must)
     console.print(table)
     for words in dict.fromkeys(f"{row['variant']}: {row['why_not']}" for row in rows if row["median"] is None):
         console.print(f"not measured: {words}", soft_wrap=True)
