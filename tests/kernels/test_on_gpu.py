@@ -7,7 +7,6 @@ kernel.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -156,38 +155,6 @@ def test_states_merged_on_the_gpu_are_those_of_the_reference(backend: str) -> No
     right, right_lse = merge_states(a, lse_a, b, lse_b)
     assert (out.cpu() - right).abs().max() <= 2**-6
     assert torch.allclose(lse.cpu(), right_lse, atol=1e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("split_tokens", [None, 128])
-def test_a_row_merged_by_the_last_program_is_the_same_every_time(
-    split_tokens: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton's one-launch merge (tuning.json may choose it): whichever program comes last, all partials are there.
-
-    And as good as a second launch.
-    """
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here")
-    try:
-        registry.resolve(registry.Case(device="cuda", dtype="bfloat16"), "triton")
-    except KernelUnavailable as refused:
-        pytest.skip(str(refused))
-    decode = importlib.import_module("pagedkv.kernels.triton.decode")
-    if torch.version.hip is not None:
-        pytest.skip("on AMD a second launch merges, always")
-    case = replace(STEP, q_lens=(1, 2, 1), kv_lens=(9000, 3000, 64), heads=(32, 8), split_tokens=split_tokens)
-    q, layer, batch, options = on_gpu(case)
-    two = paged_attention(q, layer, batch, return_lse=True, backend="triton", **options)
-    chosen = decode.tuning
-    monkeypatch.setattr(decode, "tuning", lambda *of: replace(chosen(*of), one_launch=True))
-    monkeypatch.setattr(decode, "merge_kernel", None)
-    first = paged_attention(q, layer, batch, return_lse=True, backend="triton", **options)
-    assert (first[0] - two[0]).abs().max() <= 2**-7
-    assert (first[1] - two[1]).abs().max() <= 1e-5
-    for _ in range(200):
-        again = paged_attention(q, layer, batch, return_lse=True, backend="triton", **options)
-        assert torch.equal(again[0], first[0])
-        assert torch.equal(again[1], first[1])
 
 
 def test_a_compiled_step_is_one_graph_and_gives_the_same_bits(backend: str) -> None:
