@@ -7,7 +7,6 @@ reads and what it writes. Bytes that a cache line, a page table or a write-alloc
 
     ceilings.py  the memory, and the steps that only read, copy or scale it
     subjects.py  the operations: their steps, bytes and ceilings
-    device.py    a GPU: its own ceilings, and copies between host and device
     turns.py     a ceiling before and after each repetition; states of memory; rows
     runner.py    the run
 """

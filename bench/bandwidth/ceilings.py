@@ -29,15 +29,11 @@ RUN: Final = 64 * KIB
 
 @dataclass(frozen=True)
 class Bound:
-    """A ceiling as operations are measured beside it.
-
-    is_memory: its speed has states; a repetition in which it changes does not count.
-    """
+    """A ceiling as operations are measured beside it."""
 
     name: str
     num_bytes: int
     step: Step
-    is_memory: bool = True
 
 
 class Region:

@@ -16,7 +16,7 @@ import torch
 from pagedkv.bench.attention.cells import BASE, Cell
 from pagedkv.bench.attention.pool import POOL_BYTES, Pool
 from pagedkv.bench.attention.runner import PLAIN, on_threads
-from pagedkv.bench.bandwidth import device, subjects
+from pagedkv.bench.bandwidth import subjects
 from pagedkv.bench.bandwidth.ceilings import KIB, Region
 from pagedkv.bench.bandwidth.subjects import KERNELS, Subject
 from pagedkv.bench.bandwidth.turns import Speeds, rows
@@ -27,7 +27,7 @@ from pagedkv.kernels import cpu
 Row = dict[str, Any]
 Report = Callable[[Row], None]
 KV: Final = ("bfloat16", "fp8_e4m3", "int8", "int4")
-CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear", "swap")
+CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear")
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,12 @@ class Asked:
     threads: tuple[int, ...] = ()
     kernels: tuple[str, ...] = KERNELS
     turns: int | None = None
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest for what cannot be measured, before anything is."""
         if unknown := [case for case in self.cases if case not in CASES]:
             raise InvalidRequest(f"--case {unknown[0]}: there is no such case; there are {', '.join(CASES)}")
-        if self.device not in ("cpu", "cuda"):
-            raise InvalidRequest(f"--device {self.device}: bandwidth is measured on cpu and on cuda")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InvalidRequest("--device cuda: torch sees no GPU here; leave it out to measure the CPU")
-        if self.device == "cpu" and (why := cpu.missing()):
+        if why := cpu.missing():
             raise InvalidRequest(f"bench bandwidth reads memory by the C++ extension: {why[0]}")
 
     @property
@@ -88,8 +83,6 @@ def grid(*, is_quick: bool) -> list[Cell]:
 
 def measure(report: Report, asked: Asked) -> None:
     """Measure, and hand each row to `report`."""
-    if asked.device == "cuda":
-        return _on_gpu(report, asked)
     cells = asked.cells or tuple(grid(is_quick=asked.is_quick))
     most = available() // 4
     if most < 32 << 20:
@@ -99,8 +92,6 @@ def measure(report: Report, asked: Asked) -> None:
     for threads in asked.threads or range(1, min(2, torch.get_num_threads()) + 1):
         with on_threads(threads):
             _on_cpu(report, asked, region, [replace(cell, threads=threads) for cell in cells])
-    if asked.has("swap"):
-        _note("swap: host and device are one memory here; --device cuda measures it on a GPU")
 
 
 def _on_cpu(report: Report, asked: Asked, region: Region, cells: Sequence[Cell]) -> None:
@@ -148,15 +139,3 @@ def _note(words: str) -> None:
     if words not in _noted:
         print(f"not measured: {words}", file=sys.stderr)
         _noted.add(words)
-
-
-def _on_gpu(report: Report, asked: Asked) -> None:
-    found, made = device.measured()
-    bounds = {name: Speeds(bound) for name, bound in made.items()}
-    axes = {"device": torch.cuda.get_device_name()}
-    chosen = [subject for subject in found if asked.has(subject.case)]
-    for row in rows(chosen, bounds, asked.repetitions, axes, device.timer):
-        report(row)
-    for speeds in bounds.values():
-        if speeds.readings:
-            report(speeds.row(axes))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pagedkv.bench.attention.runner import awake
 from pagedkv.bench.bandwidth.ceilings import Bound
 from pagedkv.bench.bandwidth.subjects import Subject
-from pagedkv.bench.clock import WARM_UP, Elsewhere, Step, Timer, Timing, in_turn, on_this_cpu
+from pagedkv.bench.clock import WARM_UP, Elsewhere, Step, Timing, in_turn, on_this_cpu
 from pagedkv.bench.memory import is_steady
 
 Row = dict[str, Any]
@@ -40,16 +40,16 @@ class Speeds:
         row |= {"median": statistics.median(rates), "best": max(rates), "worst": min(rates)}
         return row | {"readings": len(rates), "switched": self.switched, "changed": self.changed}
 
-    def measured(self, timer: Timer) -> tuple[float, bool]:
+    def measured(self) -> tuple[float, bool]:
         """Return bytes per second of the ceiling now, and whether the reading was clean."""
         for _ in range(TRIES):
-            seconds, is_clean = timer(self.bound.step())
+            seconds, is_clean = on_this_cpu(self.bound.step())
             if is_clean:
                 break
         return self.bound.num_bytes / seconds, is_clean
 
 
-def bracketed(step: Step, speeds: Speeds, rates: list[float], timer: Timer) -> Step:
+def bracketed(step: Step, speeds: Speeds, rates: list[float]) -> Step:
     """Return a step whose ceiling is measured before and after it; it is clean without a change of state.
 
     rates: takes the mean speed of the ceiling around each repetition
@@ -59,12 +59,12 @@ def bracketed(step: Step, speeds: Speeds, rates: list[float], timer: Timer) -> S
         run = step()
 
         def timed() -> Elsewhere:
-            before, first = speeds.measured(timer)
-            seconds, is_clean = timer(run)
-            after, last = speeds.measured(timer)
+            before, first = speeds.measured()
+            seconds, is_clean = on_this_cpu(run)
+            after, last = speeds.measured()
             rates.append((before + after) / 2)
             is_clean &= first and last
-            holds = not speeds.bound.is_memory or is_steady(before, after)
+            holds = is_steady(before, after)
             if len(rates) > WARM_UP:
                 speeds.readings += [(before, first), (after, last)]
                 speeds.switched += not is_clean
@@ -76,10 +76,7 @@ def bracketed(step: Step, speeds: Speeds, rates: list[float], timer: Timer) -> S
     return prepare
 
 
-def rows(
-    subjects: Iterable[Subject], bounds: dict[str, Speeds], repetitions: int, axes: dict[str, Any],
-    timer: Timer = on_this_cpu,
-) -> list[Row]:  # fmt: skip
+def rows(subjects: Iterable[Subject], bounds: dict[str, Speeds], repetitions: int, axes: dict[str, Any]) -> list[Row]:
     """Measure subjects in turn; return a row for each variant. axes: of all rows, behind those of the subject."""
     every, steps = list(subjects), dict[tuple[int, str], Step]()
     rates: dict[tuple[int, str], list[float]] = {}
@@ -87,7 +84,7 @@ def rows(
         for name, step in subject.variants.items():
             if not isinstance(step, str):
                 around = rates.setdefault((i, name), [])
-                steps[i, name] = bracketed(awake(step), bounds[subject.bound], around, timer)
+                steps[i, name] = bracketed(awake(step), bounds[subject.bound], around)
     timings = in_turn(steps, repetitions, reads_memory=False)
     return [_row(every[i], name, timing, rates[i, name][WARM_UP:], axes) for (i, name), timing in timings.items()]
 

@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import truediv
 from pathlib import Path
@@ -98,7 +97,7 @@ def measure(
             absent = "transformers is not installed: its caches do not take part (install pagedkv[hf])"
             print(absent, file=sys.stderr)
         for shape in shapes:
-            _report_decode(report_of_model, engine, _Others(host, peers), shape, turns)
+            _report_decode(report_of_model, engine, (host, peers), shape, turns)
         _report_prefill(report_of_model, engine, host, turns)
         _report_overhead(report_of_model, engine, turns)
 
@@ -140,14 +139,6 @@ class _Host:
         return on_this_cpu(lambda: self.model.generate(input_ids=ids, do_sample=False, **given))
 
 
-@dataclass(frozen=True)
-class _Others:
-    """Transformers and the peers that take turns with the engine."""
-
-    host: _Host | None
-    peers: Sequence[Peer]
-
-
 def _steps_of_peers(turns: int) -> int:
     """Return the steps of a peer in all turns: the first turn, and the first step of each, do not count."""
     return (turns + 1) * (STEPS + 1)
@@ -187,9 +178,11 @@ def steps(engine: Engine) -> Taken:
     return together(lambda: [on_this_cpu(engine.step) for _ in range(STEPS)])
 
 
-def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple[int, int], turns: int) -> None:
+def _report_decode(
+    report: Report, engine: Engine, others: tuple[_Host | None, Sequence[Peer]], shape: tuple[int, int], turns: int
+) -> None:
     batch, context = shape
-    host, peers = others.host, {peer.variant.name: peer for peer in others.peers}
+    host, peers = others[0], {peer.variant.name: peer for peer in others[1]}
     tensors, spec = matrices(engine), engine.cache.spec
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * batch * context
     num_bytes = sum(tensor.nbytes for tensor in tensors) + kv_bytes
@@ -207,7 +200,7 @@ def _report_decode(report: Report, engine: Engine, others: _Others, shape: tuple
         report(row | (peer.about if peer else {}))
 
     hosts = (STATIC, DYNAMIC) if host and batch * context <= MOST_OF_HOST else ()
-    with opened(others.peers, shape, _steps_of_peers(turns)) as lost:
+    with opened(others[1], shape, _steps_of_peers(turns)) as lost:
         ready = [name for name in peers if name not in lost]
         found = _in_turns((OURS, *hosts, *ready), turns, run, lambda: read_speed(tensors), lost)
     _report_times(report_with_dtypes, "decode", shape, found, num_bytes, MEMORY)

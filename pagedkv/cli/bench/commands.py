@@ -85,11 +85,10 @@ class Axes:
 
 @dataclass(frozen=True)
 class Machine:
-    """The part of the machine, and the kernels."""
+    """The threads and the kernels."""
 
     threads: Annotated[Numbers, _several("N", "As is: 1, and 2 where there are", min=1, max=1024)] = None
     kernels: Annotated[Texts, option("NAME", "Our kernels to compare; by default all that run there.")] = None
-    device: Annotated[str, option("NAME", "cpu; or cuda, in cells of its own.")] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,7 @@ class Attending:
     kind: Annotated[Texts, _several("KIND", "Only decode, prefill, write or call")] = None
     repetitions: Annotated[int, option("N", "Of each variant; variants take turns.", min=1)] = 15
     vllm_python: Annotated[Path | None, option("PATH", "The Python of an environment with vLLM.")] = None
+    device: Annotated[str, option("NAME", "cpu; or cuda, in cells of its own.")] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Dividing:
 class Moving:
     """Operations that move bytes."""
 
-    case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames, linear or swap")] = None
+    case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames or linear")] = None
     turns: Annotated[int | None, option("N", "Of all operations of a case: 15, or 7 with --quick.", min=1)] = None
 
 
@@ -275,9 +275,9 @@ def bench_vllm(asked: Hosting, size: Size, showing: Showing) -> None:
 @_command("attention --context 4096 --kv int8 --threads 1")
 def bench_attention(asked: Attending, axes: Axes, machine: Machine, showing: Showing) -> None:
     """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
-    if machine.device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{machine.device!r} is neither cpu nor cuda", param_hint="--device")
-    if machine.device == "cuda":
+    if asked.device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{asked.device!r} is neither cpu nor cuda", param_hint="--device")
+    if asked.device == "cuda":
         cpu_only: dict[str, object] = {**vars(axes), "kind": asked.kind, "threads": machine.threads}
         cpu_only |= {"vllm_python": asked.vllm_python, "plot": showing.plot}
         if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
@@ -318,18 +318,12 @@ def bench_bandwidth(asked: Moving, axes: Axes, machine: Machine, size: Size, sho
     from pagedkv.cli.bench.run import run
 
     named = {"cases": tuple(asked.case or ()), "threads": tuple(machine.threads or ())}
-    choice = Asked(
-        is_quick=size.quick,
-        turns=asked.turns,
-        device=machine.device,
-        kernels=tuple(machine.kernels or KERNELS),
-        **named,
-    )
+    named["kernels"] = tuple(machine.kernels or KERNELS)
+    choice = Asked(is_quick=size.quick, turns=asked.turns, **named)
     if any(axes.given().values()):
         cells = chosen(axes.given(), ["decode"], [1], is_full=False)
         choice = replace(choice, cells=tuple(cells), cases=choice.cases or ("decode",))
-    file = "gpu-bandwidth" if machine.device == "cuda" else None
-    run("bandwidth", partial(measure, asked=choice), showing.shown(), file=file)
+    run("bandwidth", partial(measure, asked=choice), showing.shown())
 
 
 @_command("tiers --part first-token --context 16384")

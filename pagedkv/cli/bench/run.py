@@ -59,18 +59,15 @@ class Shown:
                 raise InvalidRequest(f"{option} is {path}, and there is no folder {path.parent}; name another file")
 
 
-def run(name: str, measure: Callable[[Report], None], shown: Shown, *, file: str | None = None) -> list[Row]:
-    """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them.
-
-    file: the name of the file in bench/results, without its ending; None for the benchmark's name.
-    """
+def run(name: str, measure: Callable[[Report], None], shown: Shown) -> list[Row]:
+    """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them."""
     about = record.provenance()
     about["versions"] |= {peer: record.version_of(peer) for peer in PEERS.get(name, ())}
     rows: list[Row] = []
 
     def keep(row: Row) -> None:
         rows.append({"bench": name} | row | about)
-        record.append(rows[-1:], shown.keep, file or name)
+        record.append(rows[-1:], shown.keep, name)
 
     measure(keep)
     if shown.as_json:
