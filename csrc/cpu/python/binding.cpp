@@ -93,7 +93,8 @@ bool keeps_rules(Operation operation, const Tensor* arguments, int count, const 
     for (const Rule& r : contract[operation]) {
         const Tensor& t = r.at < count ? arguments[r.at] : bound[r.at - count];
         if (!t.is_given && r.is_optional) continue;
-        if (t.dims != r.dims || !is_beside(t, on) || !(kind_of(t) & (r.kinds ? r.kinds : kind_of(*arguments)))) return false;
+        uint64_t kinds = r.kinds ? r.kinds : kind_of(*arguments);
+        if (t.dims != r.dims || !is_beside(t, on) || !(kind_of(t) & kinds)) return false;
         for (int i = 0; i < r.dims; i++) {
             int64_t& size = sizes.of[r.sizes[i]];
             if (size < 0) size = t.shape[i];
