@@ -206,26 +206,21 @@ def many(publisher: EventPublisher, num_messages: int, size: int) -> None:
     publisher._kept.extend((number, bytes(size)) for number in range(num_messages))
 
 
-def test_a_reader_that_stands_still_holds_up_no_other_and_no_end(
+def test_a_reader_that_stands_still_or_asks_nonsense_holds_up_no_end(
     ports: tuple[int, int], stranger: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_events, "PATIENCE", 0.3)
-    mm = MemoryManager(32, 4, events=64)
-    publisher = publisher_of(mm, ports)
+    publisher = publisher_of(MemoryManager(32, 4, events=64), ports)
     many(publisher, 10_000, 5000)
     standing = ask(stranger, ports[1], 0)
-    time.sleep(0.5)
-    assert replayed(ask(stranger, ports[1], 9_990)) == list(range(9_990, 10_000))
     gone = ask(stranger, ports[1], 0)
-    time.sleep(0.2)
+    time.sleep(0.5)
     gone.close(0)
     asking = stranger.context.socket(zmq.DEALER)
     asking.connect(f"tcp://127.0.0.1:{ports[1]}")
     asking.send_multipart([b"no request"])
     assert replayed(ask(stranger, ports[1], 9_999)) == [9_999]
     monkeypatch.setattr(zmq_events, "PATIENCE", 60.0)
-    ask(stranger, ports[1], 0)
-    time.sleep(0.5)
     began = time.monotonic()
     publisher.close()
     assert time.monotonic() - began < 5

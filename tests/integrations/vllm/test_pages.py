@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,22 +24,24 @@ LAYOUTS = {
 }
 
 
-def common(causal: bool | torch.Tensor = True) -> Any:
-    """Return what CommonAttentionMetadata has: tables of three sequences, whose unused entries name no block."""
-    table, slots, block = torch.full((3, 6), 10**6, dtype=torch.int32), [], 1
-    for row, (length, queries) in enumerate(zip(LENGTHS, QUERIES, strict=True)):
+def common(
+    causal: bool | torch.Tensor = True, lengths: Sequence[int] = LENGTHS, queries: Sequence[int] = QUERIES
+) -> Any:
+    """Return what CommonAttentionMetadata has: tables of sequences, whose unused entries name no block."""
+    table, slots, block = torch.full((len(lengths), 6), 10**6, dtype=torch.int32), [], 1
+    for row, (length, new) in enumerate(zip(lengths, queries, strict=True)):
         pages = -(-length // SIZE)
         table[row, :pages] = torch.arange(block, block + pages)
         block += pages
-        slots += [int(table[row, at // SIZE]) * SIZE + at % SIZE for at in range(length - queries, length)]
+        slots += [int(table[row, at // SIZE]) * SIZE + at % SIZE for at in range(length - new, length)]
     return SimpleNamespace(
         block_table_tensor=table,
-        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 1, 4, 9], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
         slot_mapping=torch.tensor(slots),
-        num_actual_tokens=9,
-        max_query_len=5,
-        max_seq_len=40,
+        num_actual_tokens=sum(queries),
+        max_query_len=max(queries),
+        max_seq_len=max(lengths),
         causal=causal,
     )
 
@@ -139,17 +143,7 @@ def test_eight_bits_have_the_scales_of_vllm(name: str) -> None:
         layer = layer_of(cache, D, name, (scale, scale))
         assert layer.k[1, 0].float().unique().tolist() == [3.0 / scale]
         out = torch.zeros(1, HEADS, D)
-        common_of_one = SimpleNamespace(
-            block_table_tensor=torch.tensor([[1]], dtype=torch.int32),
-            seq_lens=torch.tensor([1], dtype=torch.int32),
-            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-            slot_mapping=torch.tensor([SIZE]),
-            num_actual_tokens=1,
-            max_query_len=1,
-            max_seq_len=1,
-            causal=True,
-        )
-        metadata = PagedMetadata.of(common_of_one)
+        metadata = PagedMetadata.of(common(True, [1], [1]))
         pages.attend(torch.randn(1, HEADS, D), cache, metadata.batch, True, out, (scale, scale))
         assert out.unique().tolist() == [3.0]
 
