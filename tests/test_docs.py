@@ -261,7 +261,7 @@ def test_the_reference_shows_the_docstrings_of_core(site, name):
 
 
 def test_the_reference_shows_every_error_and_policy(site):
-    for module, page in (("errors.py", "errors"), ("core/pool/policies.py", "policies")):
+    for module, page in (("errors.py", "errors"), ("core/policies.py", "policies")):
         tree = ast.parse((ROOT / "pagedkv" / module).read_text())
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         shown = squeezed(text_of(site / f"reference/{page}/index.html"))

@@ -6,9 +6,9 @@
         out = paged_attention(q, cache[layer], batch[layer])
     cache.commit(batch, token_ids)                  the tokens belong to their sequences: later prompts find them
 
-The cache is a MemoryManager: what is about frames, spaces, pins or tenants is inherited, and its law is written there.
-This file adds no rule to core: it keeps bytes and integers in step. It knows which frames are free and which moved; it
-must not know how core decides that.
+The cache is a MemoryManager. It inherits the verbs of frames, spaces, pins and tenants, with their laws. This file adds
+no rule to core: it keeps bytes and integers in step. It knows which frames are free and which moved; it must not know
+how core decides that.
 
 Layers with different windows form groups: a list of KVSpecs, one for each group, and `layer_groups`, the group of each
 layer of the model. See core/tables/layer_groups.py.
