@@ -1,1 +1,1 @@
-"""spaces: the methods of MemoryManager that open address spaces, one or several at once, and that reorder them."""
+"""spaces: prompts that open together, prompts that wait for one another, and how the beams of a search go on."""
