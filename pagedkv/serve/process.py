@@ -120,7 +120,8 @@ class _Server(uvicorn.Server):
         most = running + listening.max_waiting
         rules = Rules(listening.keys, listening.max_body, most, _shares(listening, running))
         self._gate = Gate(self._routes.app, rules, metrics.answered)
-        app: Any = TrustedHostMiddleware(self._gate, _hosts(sock, listening), www_redirect=False)  # type: ignore[arg-type]
+        gate: Any = self._gate
+        app: Any = TrustedHostMiddleware(gate, _hosts(sock, listening), www_redirect=False)
         super().__init__(
             uvicorn.Config(
                 app, http="h11", lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
