@@ -29,6 +29,7 @@ WRONG: dict[str, Call] = {
     "MemoryManager of more than int32": lambda m, a: MemoryManager(2**31, 4),
     "MemoryManager too large for any memory": lambda m, a: MemoryManager(2**31 - 1, 2**31 - 1),
     "block_size 0": lambda m, a: MemoryManager(8, 0),
+    "no frames": lambda m, a: MemoryManager(0, 4),
     "block_size of more than int32": lambda m, a: MemoryManager(1, 2**31),
     "watermark of text": lambda m, a: MemoryManager(8, 4, watermark="0.1"),  # type: ignore[arg-type]
     "watermark NaN": lambda m, a: MemoryManager(8, 4, watermark=float("nan")),
@@ -44,6 +45,9 @@ WRONG: dict[str, Call] = {
     "open for a tenant of text": lambda m, a: m.open(tenant="a"),  # type: ignore[arg-type]
     "open for tenant None": lambda m, a: m.open(tenant=None),  # type: ignore[arg-type]
     "open of text": lambda m, a: m.open("abc"),  # type: ignore[arg-type]
+    "open of half a token": lambda m, a: m.open([1.5]),  # type: ignore[list-item]
+    "open of a token beyond int32": lambda m, a: m.open([2**40]),
+    "open of tokens in two rows": lambda m, a: m.open([[1]]),  # type: ignore[list-item]
     "open of None": lambda m, a: m.open(None),  # type: ignore[arg-type]
     "open of a generator": lambda m, a: m.open(i for i in range(3)),  # type: ignore[arg-type]
     "open of rows of unequal length": lambda m, a: m.open([[1], [1, 2]]),  # type: ignore[list-item]
@@ -76,6 +80,11 @@ WRONG: dict[str, Call] = {
     "pages in half a group": lambda m, a: a.pages_in(0.5),  # type: ignore[arg-type]
     "plan of one space": lambda m, a: m.plan(a, [1]),  # type: ignore[arg-type]
     "plan of a number": lambda m, a: m.plan([a.asid], [1]),  # type: ignore[list-item]
+    "plan of asids in two rows": lambda m, a: m.plan(np.array([[0]]), [1]),
+    "plan of half an asid": lambda m, a: m.plan(np.array([0.0]), [1]),  # type: ignore[arg-type]
+    "plan of an asid beyond int32": lambda m, a: m.plan(np.array([2**32]), [1]),
+    "plan of text": lambda m, a: m.plan([a], ["1"]),  # type: ignore[list-item]
+    "plan of two counts for a space": lambda m, a: m.plan([a], [1, 1]),
     "plan of a generator": lambda m, a: m.plan((s for s in [a]), [1]),  # type: ignore[arg-type]
     "plan of bools": lambda m, a: m.plan([a], [True]),
     "plan of half a token": lambda m, a: m.plan([a], [0.5]),  # type: ignore[list-item]

@@ -11,8 +11,7 @@ from pagedkv.core import MemoryManager
 from pagedkv.core import state as st
 from pagedkv.core.observe.misses import Miss
 from pagedkv.core.policies import POLICIES, Cost
-from pagedkv.errors import ConcurrentUse, InvalidRequest, InvariantViolation, OutOfFrames
-from tests.core.interrupts.concurrency import call_under_way
+from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames
 from tests.core.oracle import grown
 
 
@@ -148,28 +147,6 @@ def test_the_waste_of_a_shared_frame_is_counted_once(mm: MemoryManager) -> None:
     assert mm.stats().slots_wasted == 3
     short.release()
     assert mm.stats().slots_wasted == 1
-
-
-def test_a_second_thread_is_refused(mm: MemoryManager) -> None:
-    with call_under_way(mm), pytest.raises(ConcurrentUse, match="one thread owns it|owns the manager"):
-        mm.open([1])
-
-
-@pytest.mark.parametrize("bad", [{"num_frames": 0, "block_size": 4}, {"num_frames": 4, "block_size": 0}])
-def test_a_pool_without_frames_or_slots_is_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequest):
-        MemoryManager(**bad)
-
-
-def test_handles_of_another_manager_are_refused(mm: MemoryManager) -> None:
-    with pytest.raises(InvalidRequest, match="another manager"):
-        mm.plan([MemoryManager(4, 4).open([1])], [1])
-
-
-@pytest.mark.parametrize("ids", [[1.5], [[1]], [2**40]])
-def test_token_ids_are_one_row_of_int32(mm: MemoryManager, ids: list[object]) -> None:
-    with pytest.raises(InvalidRequest, match="token id"):
-        mm.open(ids)  # type: ignore[arg-type]
 
 
 # -- misses -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -70,29 +68,6 @@ def test_plans_of_no_tokens_can_always_be_settled(mm: MemoryManager, counts: tup
 def test_counts_that_no_kernel_could_address_are_refused(mm: MemoryManager, counts: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="at most 2"):
         mm.plan([mm.open() for _ in counts], counts)
-
-
-def test_a_plan_goes_back_to_its_own_manager(mm: MemoryManager) -> None:
-    other = MemoryManager(num_frames=8, block_size=4)
-    other.open()
-    plan = mm.plan([mm.open()], [3])
-    with pytest.raises(InvalidRequest, match="another manager"):
-        other.commit(plan, [1, 2, 3])
-    with pytest.raises(InvalidRequest, match="another manager"):
-        other.abort(plan)
-
-
-@pytest.mark.parametrize("batch", [np.array([[0]]), np.array([0.0]), np.array([2**32]), [0], [None]])
-def test_a_batch_that_is_no_list_of_spaces_is_refused(mm: MemoryManager, batch: Any) -> None:
-    mm.open()
-    with pytest.raises(InvalidRequest, match="AddressSpace|does not fit"):
-        mm.plan(batch, [1])
-
-
-@pytest.mark.parametrize("counts", [[1.9], [[1]], ["1"], [1, 1]])
-def test_counts_that_are_no_list_of_ints_are_refused(mm: MemoryManager, counts: Any) -> None:
-    with pytest.raises(InvalidRequest, match="give one int for each"):
-        mm.plan([mm.open()], counts)
 
 
 def test_the_source_of_a_copy_survives_its_owners_until_commit(mm: MemoryManager) -> None:
