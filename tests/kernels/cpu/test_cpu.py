@@ -124,18 +124,6 @@ def test_an_unknown_instruction_set_is_refused_with_a_list_of_those_that_exist(m
         ON_CPU.attend(Case().build())
 
 
-def test_without_the_extension_the_backend_objects_and_another_serves() -> None:
-    code = """
-import sys
-sys.modules["pagedkv.kernels._cpu"] = None
-from pagedkv.kernels.registry import KERNELS, Case, resolve
-assert resolve(Case()).name != "cpu"
-print(KERNELS[0].refuse(Case())[0])
-"""
-    run = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    assert run.stdout.startswith("the extension is not built: ")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the process in /proc")
 def test_calls_on_several_threads_start_no_thread_beside_those_of_torch() -> None:
     code = """

@@ -83,7 +83,7 @@ def test_what_torch_computes(case: str, calls: list[int], monkeypatch: Any) -> N
     assert calls == ([len(x)] if case in ("columns", "empty", "no columns") else [])
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_graph_calls_one_operator(backend: str, calls: list[int]) -> None:
     _, w, b = operands(1)
     compiled = torch.compile(lambda x: linear(x, w, b).relu(), backend=backend, fullgraph=True, dynamic=True)

@@ -155,7 +155,7 @@ def test_a_sample_of_the_grid_keeps_the_contract(case: Case) -> None:
     keeps_the_contract(case)
 
 
-@pytest.mark.parametrize("case", test_padded.CASES, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in test_padded.CASES], ids=str)
 def test_rows_of_a_padded_query_are_those_of_its_tokens(case: Case) -> None:
     case = replace(case, heads=(2, 1))  # the interpreter takes as long again for each head
     built, mask = case.build(), test_padded.mask_of(case, "both")
@@ -188,7 +188,7 @@ def test_the_grid_keeps_the_contract(case: Case) -> None:
     keeps_the_contract(case)
 
 
-@pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", "fp8_e4m3/tensor"])
+@pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", pytest.param("fp8_e4m3/tensor", marks=pytest.mark.slow)])
 def test_fp8_gives_the_same_numbers_by_its_bits_and_by_a_cast(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = replace(_DRAFTS, dtype="bfloat16", kv=kv).build()
     by_bits = INTERPRETER.attend(built)
@@ -261,7 +261,7 @@ def test_bounds_that_are_too_high_do_not_change_the_result() -> None:
         assert (x - y).abs().max() <= 2e-6
 
 
-@pytest.mark.parametrize(("new", "keys"), [(1, 40), (1, 900), (24, 90), (24, 600)])
+@pytest.mark.parametrize(("new", "keys"), [(1, 40), (1, 900), (24, 90), pytest.param(24, 600, marks=pytest.mark.slow)])
 def test_a_sink_without_bound_takes_the_whole_weight(new: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink of +inf leaves zeros, one of -inf changes nothing; one program or a merge of several writes the result."""
     monkeypatch.setattr(decode, "target", lambda device: tuning.Target(tuning.INTERPRETER, 5))

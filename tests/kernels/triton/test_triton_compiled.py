@@ -93,13 +93,9 @@ MORE_SPILLS = {
 DEFAULT = [
     ("decode", "sm_90"),
     ("decode", "gfx942"),
-    ("decode, fp8_e4m3/tensor", "sm_90"),
     ("prefill, one chunk", "sm_90"),
     ("write", "sm_90"),
     ("decode, other steps", "sm_90"),
-    ("copy", "sm_90"),
-    ("merge", "sm_90"),
-    ("library, two states", "sm_90"),
     ("invariant", "sm_90"),
     ("invariant, tree", "sm_90"),
 ]

@@ -70,7 +70,7 @@ def test_a_decode_asks_for_the_tuning_of_its_rows(new_tokens: int, asked: str, m
     assert (seen[-1] == "decode_16") == (asked == "decode_16")
 
 
-@pytest.mark.parametrize(("heads", "narrow"), [((2, 2), True), ((8, 2), False)])
+@pytest.mark.parametrize(("heads", "narrow"), [((2, 2), True), pytest.param((8, 2), False, marks=pytest.mark.slow)])
 def test_with_split_tokens_the_tuning_of_a_sequence_follows_from_its_own_rows(
     heads: tuple[int, int], narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
