@@ -18,22 +18,11 @@ from typing import Annotated, Final, cast
 import typer
 
 from pagedkv import __version__, debug
+from pagedkv.cli import options
 from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
-from pagedkv.cli.inputs import prompts, shaping
-from pagedkv.cli.options import (
-    Command,
-    Fitting,
-    Geometry,
-    Loading,
-    Output,
-    Prompting,
-    Replaying,
-    Sampling,
-    Serving,
-    Stored,
-    command,
-)
+from pagedkv.cli.inputs import prompts
+from pagedkv.cli.options import Command, command
 from pagedkv.errors import InvalidRequest, PagedKVError
 
 app: Final = typer.Typer(
@@ -60,9 +49,11 @@ def pagedkv(
 
 
 @command(app, 'pagedkv generate --model DIR --prompt "Once upon a time" --temperature 0.8')
-def generate(prompting: Prompting, sampling: Sampling, output: Output, loading: Loading) -> int:
+def generate(
+    prompting: options.Prompting, sampling: options.Sampling, output: options.Output, loading: options.Loading
+) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
-    params, biases = sampling.params(), shaping.biases(sampling.logit_bias or ())
+    params = sampling.params()
     if sampling.logprobs is not None and not output.as_json:
         raise InvalidRequest("--logprobs are keys of the JSON; give --json too")
     source, templating = prompts.read(prompting)
@@ -73,12 +64,12 @@ def generate(prompting: Prompting, sampling: Sampling, output: Output, loading: 
         from pagedkv.cli import conversation  # torch, while other processes compile
         from pagedkv.cli.generate import Job, run
 
-        job = Job(source, templating, params, biases, output, loading, screen)
+        job = Job(source, templating, params, output, loading, screen)
         return conversation.hold(job) if source.talk else run(job)
 
 
 @command(app, "pagedkv serve --model DIR --port 8000")
-def serve(serving: Serving, loading: Loading) -> int:
+def serve(serving: options.Serving, loading: options.Loading) -> int:
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
     from pagedkv.cli.serve import run
 
@@ -86,7 +77,7 @@ def serve(serving: Serving, loading: Loading) -> int:
 
 
 @command(app, "pagedkv fit --model DIR --memory 72GB --bandwidth 3.35TB/s")
-def fit(fitting: Fitting, geometry: Geometry, stored: Stored) -> None:
+def fit(fitting: options.Fitting, geometry: options.Geometry, stored: options.Stored) -> None:
     """Bytes of KV, contexts and sequences that fit into memory, and the speed that memory allows."""
     from pagedkv.cli.fit import run
 
@@ -110,7 +101,7 @@ def warm() -> None:
 
 
 @command(app, "pagedkv replay trace.jsonl --memory 40GiB --policy all", "replay")
-def replay_trace(replaying: Replaying) -> None:
+def replay_trace(replaying: options.Replaying) -> None:
     """Prefix hit rates of eviction policies over a trace of requests; without a size, of an unbounded pool."""
     if replaying.num_frames and replaying.memory:
         raise InvalidRequest("--num-frames and --memory both set the sizes of the pools; give one of them")

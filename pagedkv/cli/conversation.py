@@ -24,14 +24,13 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from pagedkv.checkpoint.demo import DEMO_PROMPT
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.generate import Job, load
 from pagedkv.cli.options import in_options
+from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
+from pagedkv.engine.requests.request import Completion, Request
+from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model.engine import Engine
-from pagedkv.model.request import Completion, Request
-from pagedkv.sampling.params import SamplingParams
 
 with suppress(ImportError):
     import readline as readline  # input() edits lines by it, and keeps a history
@@ -79,7 +78,7 @@ def hold(job: Job) -> int:
     if job.output.as_json or job.output.num_samples > 1:
         raise InvalidRequest("a conversation has one reply and no --json; give a prompt, or a .jsonl")
     engine = load(job.loading, job.screen)
-    talk = Conversation(engine, job, job.biased(engine, job.params))
+    talk = Conversation(engine, job)
     talk.begin()
     with engine, CtrlC() as ctrl_c:
         while (line := _line(ctrl_c, job.screen)) is not None:
@@ -96,7 +95,11 @@ def hold(job: Job) -> int:
 def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
     """Return the next line of the user, stripped; "" for one that was dropped, None at the end."""
     try:
-        return _typed(ctrl_c).strip()
+        ctrl_c.is_at_prompt = True
+        if sys.stdout.isatty():
+            return input(PROMPT).strip()
+        print(PROMPT, end="", file=sys.stderr, flush=True)  # stdout has the replies only
+        return input().strip()
     except KeyboardInterrupt:
         screen.print()
         return ""
@@ -106,16 +109,6 @@ def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
     except (EOFError, OSError):  # the terminal may have gone
         screen.print()
         return None
-
-
-def _typed(ctrl_c: CtrlC) -> str:
-    """Wait for a line at the prompt."""
-    try:
-        ctrl_c.is_at_prompt = True
-        if sys.stdout.isatty():
-            return input(PROMPT)
-        print(PROMPT, end="", file=sys.stderr, flush=True)  # stdout has the replies only
-        return input()
     finally:
         ctrl_c.is_at_prompt = ctrl_c.came = False
 
@@ -123,8 +116,8 @@ def _typed(ctrl_c: CtrlC) -> str:
 class Conversation:
     """The messages so far, and the engine that answers them."""
 
-    def __init__(self, engine: Engine, job: Job, params: SamplingParams) -> None:
-        self._engine, self._job, self._params = engine, job, params
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self._engine, self._job = engine, job
         is_bundled = job.loading.model is None and job.templating.system is None
         self._page: str | None = DEMO_PAGE if is_bundled else None
         self._messages: list[dict[str, Any]] = []
@@ -150,7 +143,7 @@ class Conversation:
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
             ids = self._job.token_ids(asked, self._engine)
-            request = self._engine.submit(ids, self._params, on_text=_show, tenant=self._job.tenant)
+            request = self._engine.submit(ids, self._job.params, on_text=_show, tenant=self._job.tenant)
         except (InvalidRequest, CheckpointError) as error:
             return complain(f"{in_options(str(error))}; {RESET} forgets the conversation")
         while not request.finished:
@@ -174,14 +167,9 @@ def _show(_: Completion, piece: str) -> None:
 
 def _account(request: Request, reply: Completion) -> str:
     """Return the number of tokens of a turn, and why its reply ended if the model did not end it."""
-    prompt, written = len(request.prompt_ids), len(reply.token_ids)
     if not reply.admitted_at:
         return "stopped"
-    text = f"{prompt - reply.cached_tokens:,} tokens computed, {reply.cached_tokens:,} found, {written:,} written"
-    if reply.finish_reason == "cancelled":
-        return f"{text}; stopped"
-    if reply.finish_reason == "length":
-        return (
-            f"{text}; at its --max-tokens" if written == request.params.max_tokens else f"{text}; the context is full"
-        )
-    return text
+    computed, written = len(request.prompt_ids) - reply.cached_tokens, len(reply.token_ids)
+    limit = "at its --max-tokens" if written == request.params.max_tokens else "the context is full"
+    why = {"cancelled": "; stopped", "length": f"; {limit}"}.get(reply.finish_reason, "")
+    return f"{computed:,} tokens computed, {reply.cached_tokens:,} found, {written:,} written{why}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,13 +20,10 @@ from rich.text import Text
 import pagedkv
 from pagedkv import debug
 from pagedkv.cli.compiling import place
-from pagedkv.cli.report import size
+from pagedkv.cli.report import grid, size
 
 REQUIRED: Final = ("torch", "numba", "numpy", "safetensors", "tokenizers")
 OPTIONAL: Final = ("triton", "cupy-cuda12x", "cupy-cuda13x", "transformers")
-
-TRIAL_POOL: Final = "32MiB"
-"""The size of the pool that is made to see how much of a pool lies on huge pages."""
 
 FEATURES: Final = """
 avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm
@@ -43,17 +39,7 @@ def run() -> None:
         console.print(_kernels(device))
         console.print()
     console.print(Text("Here", style="bold"))
-    console.print(_grid({name: Text(value) for name, value in _facts().items()}))
-
-
-def _grid(lines: dict[str, Text]) -> Table:
-    """Lay out names and values in two columns."""
-    shown = Table.grid(padding=(0, 2))
-    shown.add_column(no_wrap=True, style="dim")
-    shown.add_column(overflow="fold")
-    for name, value in lines.items():
-        shown.add_row(f"  {name}", value)
-    return shown
+    console.print(grid({f"  {name}": Text(value) for name, value in _facts().items()}))
 
 
 def _kernels(device: str) -> Table:
@@ -63,8 +49,8 @@ def _kernels(device: str) -> Table:
     for name, objections in explained.objections.items():
         verdict = "can run, and is chosen" if name == explained.chosen else "can run"
         verdict = f"cannot: {'; '.join(objections)}" if objections else verdict
-        lines[name] = Text(verdict, style="yellow" if objections else "green")
-    return _grid(lines)
+        lines[f"  {name}"] = Text(verdict, style="yellow" if objections else "green")
+    return grid(lines)
 
 
 def _facts() -> dict[str, str]:
@@ -128,7 +114,7 @@ def _memory() -> str:
 
 
 def _huge_pages() -> str:
-    """Return the huge page mode of Linux, its effect on a pool (which calls madvise), and the share of a trial pool."""
+    """Return the huge page mode of Linux, and its effect on a pool (which calls madvise)."""
     setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = setting.partition("[")[2].partition("]")[0] or "unknown"
     meaning = {
@@ -136,18 +122,4 @@ def _huge_pages() -> str:
         "madvise": "used for the pool, which asks for them",
         "never": "switched off: a large pool is slower",
     }
-    return f"{mode}: {meaning.get(mode, 'the kernel does not say')}{_share_of_a_pool()}"
-
-
-def _share_of_a_pool() -> str:
-    """Make a small pool, write to all of it, and return the share of it that lies on huge pages, from smaps."""
-    layer = pagedkv.PagedKVCache(pagedkv.KVSpec(1, 8, 128), memory=TRIAL_POOL)[0]
-    layer.k.zero_(), layer.v.zero_()
-    inside, mapped, huge = False, 0, 0
-    for line in _read("/proc/self/smaps").splitlines():
-        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(bounds[1], 16) <= layer.k.data_ptr() < int(bounds[2], 16)
-        elif inside and line.startswith(("Rss:", "AnonHugePages:")):
-            num_bytes = int(line.split()[1]) * 1024
-            mapped, huge = (num_bytes, huge) if line.startswith("Rss:") else (mapped, num_bytes)
-    return f"; of one of {TRIAL_POOL} {huge / mapped:.0%} lies on them" if mapped else ""
+    return f"{mode}: {meaning.get(mode, 'the kernel does not say')}"

@@ -1,7 +1,7 @@
-"""`pagedkv fit`: the memory that KV takes, and what fits. `pagedkv.checkpoint.fit` does the arithmetic.
+"""`pagedkv fit`: the memory that KV takes, and what fits. `pagedkv.engine.checkpoint.fit` does the arithmetic.
 
 the geometry    of a config.json, or of numbers on the command line
-three tables    KV of a token, a frame and a context; what GPUs hold; waste by block size         or one JSON object
+two tables      KV of a token, a frame and a context; what GPUs hold                            or one JSON object
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from pagedkv.checkpoint import hub
-from pagedkv.checkpoint.config import ModelConfig
-from pagedkv.checkpoint.files import read_json
-from pagedkv.checkpoint.fit import WEIGHT_BITS, Footprint, counts_of_gpus, footprint_of_config, footprint_of_numbers
 from pagedkv.cli.options import Fitting, Geometry, Stored, amount, naming_options
+from pagedkv.cli.report import grid
+from pagedkv.engine.checkpoint import hub
+from pagedkv.engine.checkpoint.config import ModelConfig
+from pagedkv.engine.checkpoint.files import read_json
+from pagedkv.engine.checkpoint.fit import (
+    WEIGHT_BITS,
+    Footprint,
+    counts_of_gpus,
+    footprint_of_config,
+    footprint_of_numbers,
+)
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.spec import STEP_TOKENS, KVSpec, parse_bytes
 
@@ -27,7 +34,6 @@ CAPTION: Final = (
     "tokens/s of B sequences: at most B x bandwidth / (weights + B x KV of the context)"
 )
 BUNDLED: Final = Path(hub.__file__).parent / "bundled"
-BLOCK_SIZES: Final = (1, 8, 16, 32, 64, 128, 256)
 DEFAULT_CONTEXT: Final = 8192
 """Tokens, if neither the user nor a config gives a context."""
 DEFAULT_DTYPE: Final = "float16"
@@ -45,10 +51,10 @@ class Model:
     config: ModelConfig | None
     name: str
 
-    def footprint(self, gpus: int, block_size: int | None = None) -> Footprint:
-        """Return the memory that it takes on each of so many GPUs. block_size: another one than was asked for."""
+    def footprint(self, gpus: int) -> Footprint:
+        """Return the memory that it takes on each of some GPUs."""
         of, chunk = self.stored, self.stored.prefill_chunk
-        stored: dict[str, Any] = {"kv_dtype": of.kv_dtype, "block_size": block_size or of.block_size}
+        stored: dict[str, Any] = {"kv_dtype": of.kv_dtype, "block_size": of.block_size}
         if self.config is not None:
             specs = self.config.specs(dtype=of.dtype, **stored)
             found = footprint_of_config(self.config, specs, gpus, self.weights)
@@ -150,7 +156,6 @@ def _figures(model: Model) -> dict[str, Any]:
     memory = None if given.memory is None else amount("--memory", given.memory)
     heads = whole.specs[0].num_kv_heads
     counts = counts_of_gpus(given.gpus, heads, None if model.config is None else model.config.num_heads)
-    blocks = [model.footprint(1, size) for size in sorted({*BLOCK_SIZES, whole.block_size})]
     return {
         "model": model.name,
         "num_layers": sum(spec.num_layers for spec in whole.specs),
@@ -167,15 +172,6 @@ def _figures(model: Model) -> dict[str, Any]:
         "context_frames": whole.frames(context),
         "context_bytes": whole.frames(context) * whole.frame_bytes,
         "gpus": [_row(model.footprint(gpus), model, memory, context) for gpus in counts if memory is not None],
-        "block_sizes": [
-            {
-                "block_size": each.block_size,
-                "frame_bytes": each.frame_bytes,
-                "frames": each.frames(context),
-                "waste": round(each.waste(context), 6),
-            }
-            for each in blocks
-        ],
     }
 
 
@@ -217,24 +213,11 @@ def size(num_bytes: float) -> str:
 
 
 def _print(found: dict[str, Any], whole: Footprint) -> None:
-    """Print the figures as three tables."""
+    """Print the figures as tables."""
     console = Console(highlight=False)
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
-    for name, value in _facts(found, whole).items():
-        facts.add_row(name, value)
-    console.print(facts)
+    console.print(grid(_facts(found, whole)))
     if found["gpus"]:
         console.print(_table_of_gpus(found))
-    blocks = Table(caption="waste: mean over the steps of a sequence that grows to the context", caption_justify="left")
-    for name in ("tokens in a frame", "bytes", f"frames of {found['context']:,} tokens", "waste"):
-        blocks.add_column(name, justify="right")
-    for row in found["block_sizes"]:
-        cells = size(row["frame_bytes"]), f"{row['frames']:,}", f"{row['waste']:.2%}"
-        mark = "*" if row["block_size"] == found["block_size"] else ""
-        blocks.add_row(f"{mark}{row['block_size']:,}", *cells)
-    console.print(blocks)
 
 
 def _facts(found: dict[str, Any], whole: Footprint) -> dict[str, str]:
@@ -251,16 +234,11 @@ def _facts(found: dict[str, Any], whole: Footprint) -> dict[str, str]:
     facts["a token"] = f"{size(found['bytes_per_token'])} ({found['bytes_per_token']:,} bytes)"
     facts["a frame"] = f"{size(found['frame_bytes'])}, {found['block_size']:,} tokens"
     facts[f"{found['context']:,} tokens"] = f"{size(found['context_bytes'])} in {found['context_frames']:,} frames"
-    facts["weights"] = (
-        "unknown, counted as none; give --weights SIZE"
-        if found["weight_bytes"] is None
-        else size(found["weight_bytes"])
-    )
-    if found["memory_bytes"] is not None:
-        facts["memory"] = f"{size(found['memory_bytes'])} of a GPU"  # "24" is 24 bytes: to be seen
-    else:
-        facts["what fits"] = "give --memory SIZE, the memory of a GPU, and --bandwidth SIZE for its speed"
-    return facts
+    weights, memory = found["weight_bytes"], found["memory_bytes"]
+    facts["weights"] = "unknown, counted as none; give --weights SIZE" if weights is None else size(weights)
+    if memory is None:
+        return facts | {"what fits": "give --memory SIZE, the memory of a GPU, and --bandwidth SIZE for its speed"}
+    return facts | {"memory": f"{size(memory)} of a GPU"}  # "24" is 24 bytes: to be seen
 
 
 def _table_of_gpus(found: dict[str, Any]) -> Table:

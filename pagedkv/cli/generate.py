@@ -24,23 +24,21 @@ from rich.text import Text
 from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
-from pagedkv.cli.inputs.shaping import Biases, with_ids
 from pagedkv.cli.options import Loading, Output, naming_options
+from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.requests.request import Completion, Request
+from pagedkv.engine.sampling.params import GRAMMARS, SamplingParams
+from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model.engine import Engine
-from pagedkv.model.request import Completion, Request
-from pagedkv.model.scheduler import Limits
-from pagedkv.sampling.params import GRAMMARS, SamplingParams
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run. biases: logit_bias, some of it by the texts of tokens. screen: stderr, where reports go."""
+    """One run. screen: stderr, where reports go."""
 
     source: Source
     templating: Templating
     params: SamplingParams
-    biases: Biases
     output: Output
     loading: Loading
     screen: Console
@@ -49,11 +47,6 @@ class Job:
     def tenant(self) -> bytes:
         """The tenant as the engine names it."""
         return self.output.tenant.encode("utf-8", "surrogateescape")
-
-    def biased(self, engine: Engine, params: SamplingParams) -> SamplingParams:
-        """Return parameters with the biases of the command line."""
-        bias = with_ids(self.biases, engine.tokenizer)
-        return replace(params, logit_bias=bias) if bias else params
 
     def token_ids(self, messages: list[dict[str, Any]], engine: Engine) -> list[int]:
         """Encode messages, after the system message of the command line, by the checkpoint's chat template."""
@@ -105,9 +98,10 @@ def run(job: Job) -> int:
                     advance(bar, engine.step())
                 _show(task, engine, bar, job)
         done = [task.request for task in tasks if task.request and not task.error]
+        if printer:
+            printer.end(done[0])
+            screen.print()  # a block of text ends with a blank line anyway
         if done and not as_json:
-            if printer:
-                screen.print()  # a block of text ends with a blank line anyway
             screen.print(report.table(done, engine))
     return int(any(task.error for task in tasks))
 
@@ -143,12 +137,9 @@ def _submitted(job: Job, printer: SamplePrinter | None) -> tuple[list[Entry], En
                 task.params = params_of(task.prompt, job.params)
     _require_one(tasks)
     engine = load(job.loading, job.screen)
-    biased = job.biased(engine, SamplingParams()).logit_bias
     for task in tasks:
         if task.params is not None:
             with task.guarded(many=many):
-                if biased and "logit_bias" not in task.prompt.options:
-                    task.params = replace(task.params, logit_bias=biased)
                 messages = job.templating.messages(task.prompt)
                 ids = job.token_ids(messages, engine) if messages else engine.tokenizer.encode(task.prompt.text)
                 task.request = engine.submit(
@@ -198,34 +189,30 @@ def params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
 
 
 class SamplePrinter:
-    """A listener that prints the samples of one request to stdout, one sample after another.
-
-    When the turn of a sample begins, the text that it has so far is printed; then each new piece at once.
-    """
+    """A listener that prints the first sample of one request to stdout as it is made; `end` prints the others."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples: int = num_samples
-        self.turn: int = 0
-        self.shown: int = 0
 
-    def begin(self) -> None:
-        """Print the heading of the sample whose turn it is, if there are several samples."""
+    def begin(self, number: int = 1) -> None:
+        """Print the heading of a sample, if there are several samples."""
         if self.num_samples > 1:
-            blank = "\n" if self.turn else ""
-            sys.stdout.write(f"{blank}==> sample {self.turn + 1} of {self.num_samples} <==\n")
+            sys.stdout.write(f"==> sample {number} of {self.num_samples} <==\n")
 
-    def __call__(self, completion: Completion, _: str) -> None:
-        """Print the new text of the sample whose turn it is; at its end, go on to the next sample."""
-        while self.turn < self.num_samples:
-            sample = completion.request.completions[self.turn]
-            sys.stdout.write(sample.text[self.shown :])
-            self.shown = len(sample.text)
-            if not sample.finish_reason:
-                break
+    def __call__(self, completion: Completion, piece: str) -> None:
+        """Print new text."""
+        if completion.index == 0:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    def end(self, request: Request) -> None:
+        """Print the samples that were not printed as they were made."""
+        for number, sample in enumerate(request.completions, 1):
+            if number > 1:
+                sys.stdout.write("\n")
+                self.begin(number)
+                sys.stdout.write(sample.text)
             sys.stdout.write("" if sample.text.endswith("\n") else "\n")
-            self.turn, self.shown = self.turn + 1, 0
-            if self.turn < self.num_samples:
-                self.begin()
         sys.stdout.flush()
 
 

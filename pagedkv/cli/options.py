@@ -25,11 +25,11 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from pagedkv.checkpoint import hub
-from pagedkv.checkpoint.config import ModelConfig
 from pagedkv.cli.inputs import shaping
+from pagedkv.engine.checkpoint import hub
+from pagedkv.engine.checkpoint.config import ModelConfig
+from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.errors import InvalidRequest
-from pagedkv.sampling.params import SamplingParams
 from pagedkv.spec import parse_bytes
 
 MOST: Final = 2**31 - 1
@@ -54,7 +54,7 @@ Texts = list[str] | None
 
 @dataclass(frozen=True)
 class Stored:
-    """How keys and values are stored."""
+    """The form of stored keys and values."""
 
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _kv("NAME", "float32, bfloat16, float16.")] = (
         None
@@ -73,7 +73,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loading(Stored):
-    """What is loaded, and the pool."""
+    """The model that is loaded, and its pool."""
 
     model: Annotated[Text, option("DIR", "A Hugging Face folder, or owner/name in its cache; or the bundled.")] = None
     weights: Annotated[
@@ -125,7 +125,7 @@ class Loading(Stored):
 
 @dataclass(frozen=True)
 class Prompting:
-    """Where the prompt is, and how it goes through the chat template."""
+    """The place of the prompt, and its way through the chat template."""
 
     dash: Annotated[Text, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as is done for a pipe.")] = (
         None
@@ -141,7 +141,7 @@ class Prompting:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, and where a text ends."""
+    """The draw of tokens, and the end of a text."""
 
     max_tokens: Annotated[int, _sampling("N", "Of output, at most.")] = 128
     min_tokens: Annotated[int, _sampling("N", "Of output, before it may end.")] = 0
@@ -159,23 +159,23 @@ class Sampling:
     json_schema: Annotated[Text, _sampling("FILE", "The text follows it; a file, or the JSON itself.")] = None
     regex: Annotated[Text, _sampling("TEXT", "The text matches it.")] = None
     choice: Annotated[Texts, _sampling("TEXT", "The text is one of these; give it several times.")] = None
-    logit_bias: Annotated[
-        Texts, _sampling("TOKEN=BIAS", "Added to a token's logit, -100 to 100; may be given again.")
-    ] = None
+    logit_bias: Annotated[Texts, _sampling("ID=BIAS", "Added to a token's logit, -100 to 100; may be given again.")] = (
+        None
+    )
     logprobs: Annotated[Number, _sampling("N", "With --json: of each token, and of N alternatives.")] = None
 
     def params(self) -> SamplingParams:
-        """Return the parameters, without `logit_bias`: its texts need a tokenizer. Raises: InvalidRequest"""
+        """Return the parameters. Raises: InvalidRequest"""
         shaped = {"json_schema", "regex", "choice", "logit_bias", "stop"}
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shaped}
-        grammar = shaping.grammar(self.json_schema, self.regex, self.choice)
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shaped}
+        given |= shaping.grammar(self.json_schema, self.regex, self.choice)
         with naming_options():
-            return SamplingParams(**plain, **grammar, stop=self.stop or ())
+            return SamplingParams(**given, stop=self.stop or (), logit_bias=shaping.biases(self.logit_bias or ()))
 
 
 @dataclass(frozen=True)
 class Output:
-    """What is shown, and for whom."""
+    """The output, and the tenant."""
 
     num_samples: Annotated[int, option("N", "Outputs for each prompt; they share its frames.", min=1)] = 1
     tenant: Annotated[str, option("NAME", "Only its prefixes are found.")] = ""
@@ -186,7 +186,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Serving:
-    """Who is served where, and the limits of a server."""
+    """The clients of a server, and its limits."""
 
     host: Annotated[str, _client("NAME", "0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
     port: Annotated[int, _client("N", "0 for any that is free.", min=0, max=65535)] = 8000
@@ -245,7 +245,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What should fit into which memory."""
+    """The model that should fit, and the memory of GPUs."""
 
     model: Annotated[
         Text, option("DIR", "A Hugging Face folder, its config.json, or owner/name in the cache; without, the bundled.")

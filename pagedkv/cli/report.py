@@ -11,9 +11,8 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from pagedkv.cli.inputs.prompts import Prompt
-    from pagedkv.model.engine import Engine
-    from pagedkv.model.request import Completion, Request
-    from pagedkv.model.ways.speculation import Speculation
+    from pagedkv.engine.requests.request import Completion, Request
+    from pagedkv.engine.step.engine import Engine
 
 
 FELT: Final = {"queue": "queue", "first_token": "first token", "between_tokens": "next token", "total": "whole output"}
@@ -51,21 +50,23 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
     frames_peak, waste, sharing and percentiles_ms are figures of the whole run so far: samples share frames. With
     speculation, acceptance and tokens_per_pass are figures of the whole run, too.
     """
-    guess, spent, params = engine.speculation, completion.latency, completion.request.params
-    usage = {
-        "prompt_tokens": len(completion.request.prompt_ids),
-        "completion_tokens": len(completion.token_ids),
-        "cached_tokens": completion.cached_tokens,
-    }
+    guess, spent, request = engine.speculation, completion.latency, completion.request
     phases = {"queue": spent.queue_s, "prefill": spent.prefill_s, "decode": spent.decode_s}
+    shares = {} if guess is None else {"acceptance": guess.acceptance, "tokens_per_pass": guess.tokens_per_pass}
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         **({"logprobs": _logprobs(completion)} if completion.logprobs else {}),
         **({"error": completion.error} if completion.error else {}),
-        **({"score": round(completion.score, 6)} if params.num_beams > 1 and isfinite(completion.score) else {}),
-        "usage": usage,
+        **(
+            {"score": round(completion.score, 6)} if request.params.num_beams > 1 and isfinite(completion.score) else {}
+        ),
+        "usage": {
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": len(completion.token_ids),
+            "cached_tokens": completion.cached_tokens,
+        },
         "ttft_ms": _ms(completion.ttft_s),
         "latency_ms": {name: _ms(seconds) for name, seconds in phases.items()},
         "percentiles_ms": _percentiles(engine),
@@ -74,7 +75,7 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         "waste": round(engine.meter.waste, 6),
         "sharing": round(engine.meter.saved, 6),
         "kernels": engine.cache.kernel.name,
-        **({} if guess is None else _shares(guess)),
+        **{name: round(share, 6) for name, share in shares.items()},
     }
 
 
@@ -86,10 +87,6 @@ def _percentiles(engine: Engine) -> dict[str, dict[str, float]]:
     """Return p50, p90 and p99 of the latencies that users feel, in milliseconds."""
     found = engine.meter.times.percentiles()
     return {name: {of: _ms(getattr(found[name], of)) for of in ("p50", "p90", "p99")} for name in FELT}
-
-
-def _shares(speculation: Speculation) -> dict[str, float]:
-    return {"acceptance": round(speculation.acceptance, 6), "tokens_per_pass": round(speculation.tokens_per_pass, 6)}
 
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]]:
@@ -105,13 +102,14 @@ def _logprobs(completion: Completion) -> list[dict[str, Any]]:
 
 def table(requests: list[Request], engine: Engine) -> Table:
     """Tabulate time, speed, memory and kernel of a run."""
-    completions = [completion for request in requests for completion in request.completions]
+    outputs = [completion for request in requests for completion in request.completions]
     stats, spec, frame_bytes = engine.cache.stats(), engine.cache.spec, engine.cache.frame_bytes
+    asked, made = sum(len(request.prompt_ids) for request in requests), sum(len(each.token_ids) for each in outputs)
     lines = {
-        "prompt": _prompts(requests),
-        "output": _output(requests),
-        **(_latencies(engine) if len(requests) > 1 else {"first token": _first_token(completions)}),
-        "speed": _speed(requests),
+        "prompt": f"{asked:,} tokens" + (f" in {len(requests):,} prompts" if len(requests) > 1 else ""),
+        "output": f"{made:,} tokens" + (f" in {len(outputs):,} samples" if len(outputs) > len(requests) else ""),
+        **(_latencies(engine) if len(requests) > 1 else {"first token": f"after {_first_token_ms(outputs):,.0f} ms"}),
+        "speed": _speed(requests, outputs),
         "frames at peak": f"{stats.peak_mapped:,} of {stats.num_frames:,}, each of {spec.block_size} tokens",
         "bytes at peak": f"{size(stats.peak_mapped * frame_bytes)} of {size(stats.num_frames * frame_bytes)}",
         "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
@@ -120,39 +118,26 @@ def table(requests: list[Request], engine: Engine) -> Table:
     }
     if engine.meter.saved >= 0.005:
         lines["sharing"] = f"{engine.meter.saved:.0%} of the sequences' tokens lie in frames of other sequences"
-    if engine.speculation is not None:
-        lines["speculation"] = _speculation(engine.speculation)
+    if (guess := engine.speculation) is not None:
+        accepted = f"{guess.num_accepted:,} of {guess.num_drafts:,} drafts came true ({guess.acceptance:.0%})"
+        lines["speculation"] = f"{accepted}, {guess.tokens_per_pass:.2f} tokens in a pass"
     if engine.scheduler.preemptions:
         lines["preemptions"] = f"{engine.scheduler.preemptions:,}"
+    return grid(lines)
+
+
+def grid(lines: dict[str, Any]) -> Table:
+    """Lay out names and values in two columns."""
     shown = Table.grid(padding=(0, 2))
-    shown.add_column(style="dim", no_wrap=True)
-    shown.add_column()
+    shown.add_column(no_wrap=True, style="dim")
+    shown.add_column(overflow="fold")
     for name, value in lines.items():
         shown.add_row(name, value)
     return shown
 
 
-def _prompts(requests: list[Request]) -> str:
-    tokens = f"{sum(len(request.prompt_ids) for request in requests):,} tokens"
-    return f"{tokens} in {len(requests):,} prompts" if len(requests) > 1 else tokens
-
-
-def _output(requests: list[Request]) -> str:
-    completions = [completion for request in requests for completion in request.completions]
-    tokens = f"{sum(len(completion.token_ids) for completion in completions):,} tokens"
-    return f"{tokens} in {len(completions):,} samples" if len(completions) > len(requests) else tokens
-
-
-def _speculation(of: Speculation) -> str:
-    accepted = f"{of.num_accepted:,} of {of.num_drafts:,} drafts came true ({of.acceptance:.0%})"
-    return f"{accepted}, {of.tokens_per_pass:.2f} tokens in a pass"
-
-
-def _first_token(completions: list[Completion]) -> str:
-    """Return the median and the largest time from submission to the first token of the samples of a prompt."""
-    waits_ms = [completion.ttft_s * 1e3 for completion in completions]
-    middle, largest = f"{median(waits_ms):,.0f} ms", f"{max(waits_ms):,.0f} ms"
-    return f"after {middle}" if middle == largest else f"after {middle} (median), {largest} (last)"
+def _first_token_ms(outputs: list[Completion]) -> float:
+    return median(completion.ttft_s * 1e3 for completion in outputs)
 
 
 def _latencies(engine: Engine) -> dict[str, str]:
@@ -164,14 +149,12 @@ def _latencies(engine: Engine) -> dict[str, str]:
     }
 
 
-def _speed(requests: list[Request]) -> str:
+def _speed(requests: list[Request], outputs: list[Completion]) -> str:
     """Return the tokens per second: for one prompt, those after the first token; for many, over the whole run."""
-    completions = [completion for request in requests for completion in request.completions]
-    last = max(c.last_token_at for c in completions)
-    tokens = sum(len(c.token_ids) for c in completions)
+    last, tokens = max(each.last_token_at for each in outputs), sum(len(each.token_ids) for each in outputs)
     if len(requests) > 1:
         return f"{tokens / (last - min(request.submitted_at for request in requests)):,.0f} tokens/s in all"
-    followed, elapsed = tokens - len(completions), last - min(c.first_token_at for c in completions)
+    followed, elapsed = tokens - len(outputs), last - min(each.first_token_at for each in outputs)
     if not followed or elapsed <= 0:
         return "– (one token has no speed)"
     return f"{followed / elapsed:,.0f} tokens/s after the first"

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from pagedkv.engine.step.engine import Engine
 from pagedkv.kernels import registry
-from pagedkv.model.engine import Engine
 
 NUMBERS = "fit --layers 1 --kv-heads 1 --head-dim"
 
@@ -25,7 +25,7 @@ BEFORE_TORCH = {
     "generate --sinks=4": "--sinks is 4 without --window; give --window, too",
     "generate --model=no/such/folder": "no folder no/such/folder",
     "generate --prompt=": "the prompt is empty",
-    "generate --logit-bias red": "--logit-bias is 'red'; give TOKEN=BIAS",
+    "generate --logit-bias red": "--logit-bias is 'red'; give ID=BIAS",
     "serve --max-body=much": "--max-body: 'much' is not an amount of memory",
     "fit --gpus 3": "3 GPUs cannot share 2 KV heads",
 }
@@ -66,14 +66,13 @@ REFUSED = BEFORE_TORCH | {
     "generate --logprobs=21 --json": "--logprobs is 21",
     "generate --num-samples=0": "'--num-samples'",
     "generate --num-samples=9 --max-sequences=4": "--num-samples is 9",
-    "generate --logit-bias =5": "--logit-bias is '=5'; give TOKEN=BIAS",
-    "generate --logit-bias red=200": "--logit-bias is 'red=200'; give TOKEN=BIAS",
-    "generate --logit-bias red=nan": "--logit-bias is 'red=nan'; give TOKEN=BIAS",
-    "generate --logit-bias red=1 --logit-bias red=2": "--logit-bias names the token 'red' twice; give it once",
-    "generate --logit-bias red=1 --logit-bias 343=2": "names the token 343 twice, by its id and its text; give it once",
-    "generate --logit-bias Xyzzy=1": "'Xyzzy', which is not one token: the tokenizer of this model makes <unk> (0)",
+    "generate --logit-bias =5": "--logit-bias is '=5'; give ID=BIAS",
+    "generate --logit-bias red=1": "--logit-bias is 'red=1'; give ID=BIAS",
+    "generate --logit-bias 5=200": "--logit-bias is '5=200'; give ID=BIAS",
+    "generate --logit-bias 5=nan": "--logit-bias is '5=nan'; give ID=BIAS",
+    "generate --logit-bias 5=1 --logit-bias 5=2": "--logit-bias names the token 5 twice; give it once",
     "generate --logit-bias 660=1": "--logit-bias has token id 660, outside the vocabulary of 660 tokens; leave it out",
-    # generate: what is loaded, and the pool
+    # generate: the model and its pool
     "generate --num-frames=-4": "'--num-frames'",
     "generate --num-frames=4": "the pool has 4; raise --num-frames or --memory, or lower --max-tokens",
     "generate --memory=-1GiB": "not an amount of memory",
@@ -301,7 +300,7 @@ def test_a_file_without_a_usable_line_is_refused_before_weights_are_loaded(refus
 
 
 def test_a_line_whose_request_fails_costs_no_other(command, monkeypatch, tmp_path):
-    from pagedkv.model.loop.delivery import Delivery
+    from pagedkv.engine.step.delivery import Delivery
 
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b b"}\n')

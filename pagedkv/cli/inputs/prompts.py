@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pagedkv.checkpoint.demo import DEMO_PROMPT
+from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
 from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -1,8 +1,4 @@
-"""Options of `generate` that shape the output: a grammar, and biases of tokens. Texts become fields of SamplingParams.
-
---json-schema TEXT or FILE     an object on the command line, or the file that holds it
---logit-bias TOKEN=BIAS        an id is known at once; a text becomes an id when the tokenizer is loaded
-"""
+"""Options of `generate` that shape the output: a grammar, and biases of tokens, as fields of SamplingParams."""
 
 from __future__ import annotations
 
@@ -10,21 +6,15 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pagedkv import regular_files
 from pagedkv.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from pagedkv.checkpoint.tokenizer import Tokenizer
 
 MOST_BYTES: Final = 2**24
 """Bytes of a file with a schema."""
 
 OPTIONS: Final = {"json_schema": "--json-schema", "regex": "--regex", "choice": "--choice"}
-
-Biases = dict[int | str, float]
-"""Token → bias: a token is an id, or a text that is to be one token."""
 
 
 def grammar(json_schema: str | None, regex: str | None, choice: Sequence[str] | None) -> dict[str, Any]:
@@ -68,46 +58,21 @@ def _schema(given: str) -> dict[str, Any]:
     return found
 
 
-def biases(given: Sequence[str]) -> Biases:
-    """Return the biases of texts TOKEN=BIAS. Raises: InvalidRequest for a text of another form, or a token twice"""
-    found: Biases = {}
+def biases(given: Sequence[str]) -> dict[int, float]:
+    """Return the biases of texts ID=BIAS. Raises: InvalidRequest for a text of another form, or a token twice"""
+    found: dict[int, float] = {}
     for text in given:
-        name, _, number = text.rpartition("=")
+        token, _, number = text.partition("=")
         try:
             bias = float(number)
         except ValueError:
             bias = float("nan")
-        if not name or not -100 <= bias <= 100:
+        if not (token.isascii() and token.isdigit()) or not -100 <= bias <= 100:
             raise InvalidRequest(
-                f"--logit-bias is {text!r}; give TOKEN=BIAS: the id of a token or its text, and a number from -100 to "
-                "100, such as 42=-100"
+                f"--logit-bias is {text!r}; give ID=BIAS: the id of a token, and a number from -100 to 100, such as "
+                "42=-100"
             )
-        token = int(name) if name.isascii() and name.isdigit() else name
-        if token in found:
-            raise InvalidRequest(f"--logit-bias names the token {name!r} twice; give it once")
-        found[token] = bias
+        if int(token) in found:
+            raise InvalidRequest(f"--logit-bias names the token {token} twice; give it once")
+        found[int(token)] = bias
     return found
-
-
-def with_ids(given: Biases, tokenizer: Tokenizer) -> dict[int, float]:
-    """Return biases by id. Raises: InvalidRequest for a text that is not one token, or a token that is named twice"""
-    found: dict[int, float] = {}
-    for token, bias in given.items():
-        number = token if isinstance(token, int) else _id_of(token, tokenizer)
-        if number in found:
-            raise InvalidRequest(f"--logit-bias names the token {number} twice, by its id and its text; give it once")
-        found[number] = bias
-    return found
-
-
-def _id_of(text: str, tokenizer: Tokenizer) -> int:
-    ids = tokenizer.encode(text, special_tokens=False)
-    if len(ids) == 1 and tokenizer.decode(ids, skip_special_tokens=False) == text:
-        return ids[0]
-    if (known := tokenizer.raw.token_to_id(text)) is not None:  # such as </s>
-        return known
-    pieces = ", ".join(f"{tokenizer.raw.id_to_token(i)} ({i})" for i in ids[:8])
-    raise InvalidRequest(
-        f"--logit-bias names {text!r}, which is not one token: the tokenizer of this model makes {pieces or 'none'} "
-        "of it; give a token, by its text or its id"
-    )
