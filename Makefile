@@ -121,7 +121,7 @@ test-ray: ## replicas behind Ray Serve, some of them killed, in an environment o
 test-tiers: $(STAMPS)/dev compiled ## tiers below the pool with their slow tests; a store whose server is missing is skipped
 	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda
 	@$(PIP) 'moto[server]'  # not as constrained: it needs an older python-dateutil
-	@$(PYTEST) -m "not gpu" tests/tiers tests/model/test_tiers.py tests/model/loop/test_tier_interrupts.py \
+	@$(PYTEST) -m "not gpu" tests/tiers tests/engine/step/test_tiers.py tests/engine/step/test_tier_interrupts.py \
 		tests/cli/test_tiers.py tests/integrations/test_sglang.py
 
 test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLLM: where its sources are cloned from)

@@ -23,7 +23,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from xxhash import xxh3_128_digest
 
 from pagedkv import PagedKVCache
-from pagedkv.model import Engine, SamplingParams
+from pagedkv.engine import Engine, SamplingParams
 
 PROMPT = list(range(10, 500))
 MEMORY = "DRAM"  # "VRAM" and the number of the GPU for a pool there

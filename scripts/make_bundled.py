@@ -1,10 +1,10 @@
-"""Write the bundled checkpoint and its draft model to pagedkv/checkpoint/bundled: the same bytes every time.
+"""Write the bundled checkpoint and its draft model to pagedkv/engine/checkpoint/bundled: the same bytes every time.
 
     python scripts/make_bundled.py               write its files
     python scripts/make_bundled.py --check       compare with the files there; exit status 1 if a byte differs
 
 bundled/circuit.py defines the weights, bundled/codes.py the codes of the words, bundled/folder.py the file formats, and
-tests/records.py the language. README.md and circuit.svg in pagedkv/checkpoint/bundled are written by hand.
+tests/records.py the language. README.md and circuit.svg in pagedkv/engine/checkpoint/bundled are written by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "pagedkv" / "checkpoint" / "bundled"
+FOLDER = ROOT / "pagedkv" / "engine" / "checkpoint" / "bundled"
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 import pagedkv
-import pagedkv.model
+import pagedkv.engine
 from pagedkv import debug
 from pagedkv.kernels import registry
 
@@ -38,19 +38,16 @@ ARROWS = {
     "kernels": set(),  # core and kernels do not know each other
     "tiers": {"core", "kernels"},
     "cache": {"core", "kernels", "tiers"},
-    "checkpoint": {"kernels"},  # the formats of a matrix
-    "sampling": {"checkpoint"},  # a grammar reads the tokenizer
-    "model": {"core", "kernels", "cache", "checkpoint", "sampling", "tiers"},
+    "engine": {"core", "kernels", "cache", "tiers"},
     "integrations": set(),
-    "serve": {"checkpoint", "sampling", "model"},
-    "cli": {"checkpoint", "sampling", "model", "serve"},
+    "cli": {"engine"},
 }
 """layer → layers it may import, besides itself and FREE."""
 
 ALSO = {
-    "serve": {"pagedkv.integrations.prometheus", "pagedkv.integrations.zmq_events"},
+    "engine": {"pagedkv.integrations.prometheus", "pagedkv.integrations.zmq_events"},
     #      the counters of the cache, at /metrics, and its events
-    "integrations": {"pagedkv.core", "pagedkv.model", "pagedkv.tiers"},
+    "integrations": {"pagedkv.core", "pagedkv.engine", "pagedkv.tiers"},
     #      MemoryManager, for those who hold their own tensors, and Engine; the packages, not their parts
     "cli": {
         "pagedkv.core",
@@ -75,10 +72,8 @@ EXTRAS_AT_HOME = (
     "pagedkv.integrations",
     "pagedkv.kernels.triton",
     "pagedkv.kernels.cuda",
-    "pagedkv.checkpoint",  # the extra `engine`, as the next three
-    "pagedkv.sampling",
+    "pagedkv.engine",  # the extra `engine`, as the next
     "pagedkv.cli",
-    "pagedkv.serve",
 )
 """Modules that are imported only after someone found their extra installed."""
 
@@ -104,11 +99,12 @@ LEVELS = {
         "bound",
         "ops linear",
     ),
+    "pagedkv.engine": ("checkpoint", "sampling", "model requests", "drafts", "step", "serve"),
 }
 """The parts of a layer (modules or folders), from the lowest level up. A part imports only parts of lower levels."""
 
-MODEL_NAMES = "Completion Engine Limits Request SamplingParams".split()
-"""The public names of `pagedkv.model`. Its modules are a reference to read, not an interface to build on."""
+ENGINE_NAMES = "Completion Engine Limits Request SamplingParams".split()
+"""The public names of `pagedkv.engine`. Its modules are a reference to read, not an interface to build on."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache
 PagedKVError bind_attention bind_write copy_frames explain gather_kv linear merge_states paged_attention
@@ -237,17 +233,17 @@ def test_nothing_imports_upwards():
             True,
         ),
         ("pagedkv.cache.paged", "from pagedkv.core.handles import AddressSpace\nfrom pagedkv.kernels import ops", True),
-        ("pagedkv.cache.paged", "from pagedkv.model.engine import Engine", False),
+        ("pagedkv.cache.paged", "from pagedkv.engine.step.engine import Engine", False),
         ("pagedkv.integrations.vllm", "from pagedkv import PagedKVCache\nfrom pagedkv.core import MemoryManager", True),
         ("pagedkv.integrations.vllm", "from pagedkv.cache.paged import PagedKVCache", False),
-        ("pagedkv.integrations.prometheus", "from pagedkv.model import Engine", True),
-        ("pagedkv.integrations.prometheus", "from pagedkv.model.engine import Engine", False),
-        ("pagedkv.serve.streaming", "from pagedkv.model.engine import Engine", True),
-        ("pagedkv.serve.streaming", "from pagedkv.cli.options import Model", False),
-        ("pagedkv.model.engine", "from pagedkv.serve import AsyncEngine", False),
+        ("pagedkv.integrations.prometheus", "from pagedkv.engine import Engine", True),
+        ("pagedkv.integrations.prometheus", "from pagedkv.engine.step.engine import Engine", False),
+        ("pagedkv.engine.serve.streaming", "from pagedkv.engine.step.engine import Engine", True),
+        ("pagedkv.engine.serve.streaming", "from pagedkv.cli.options import Model", False),
+        ("pagedkv.engine.step.engine", "from pagedkv.cli.app import app", False),
         (
             "pagedkv.cli.doctor",
-            "from pagedkv.kernels.registry import KERNELS\nfrom pagedkv.model.engine import Engine",
+            "from pagedkv.kernels.registry import KERNELS\nfrom pagedkv.engine.step.engine import Engine",
             True,
         ),
         ("pagedkv.cli.doctor", "from pagedkv.kernels.numba import decode", False),
@@ -414,12 +410,12 @@ def test_a_public_name_lives_where_it_says(name):
     assert value.__doc__
 
 
-def test_the_public_names_of_the_model_are_these():
-    assert sorted(pagedkv.model.__all__) == sorted(pagedkv.model._HOME) == MODEL_NAMES
-    for name in MODEL_NAMES:
-        assert getattr(pagedkv.model, name).__module__ == pagedkv.model._HOME[name]
+def test_the_public_names_of_the_engine_are_these():
+    assert sorted(pagedkv.engine.__all__) == sorted(pagedkv.engine._HOME) == ENGINE_NAMES
+    for name in ENGINE_NAMES:
+        assert getattr(pagedkv.engine, name).__module__ == pagedkv.engine._HOME[name]
     with pytest.raises(AttributeError, match="its names are Completion, Engine"):
-        pagedkv.model.no_such_name  # noqa: B018
+        pagedkv.engine.no_such_name  # noqa: B018
 
 
 def test_environment_variables_are_documented_and_read_in_one_place():

@@ -23,7 +23,7 @@ import pytest
 import pagedkv
 import pagedkv.core
 from pagedkv import debug
-from pagedkv.model import Engine, SamplingParams
+from pagedkv.engine import Engine, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 MANUAL = sorted((ROOT / "docs").rglob("*.md"))

@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 
-from pagedkv.checkpoint import BUNDLED
-from pagedkv.checkpoint.demo import DEMO_PROMPT
+from pagedkv.engine.checkpoint import BUNDLED
+from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
+from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import InvariantViolation
 from pagedkv.kernels.ops import copy_frames
-from pagedkv.model.engine import Engine, Limits
-from pagedkv.sampling.params import SamplingParams
 from tests.records import DEMO_ANSWER, document
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def test_forty_prompts_through_a_pool_that_holds_three() -> None:
 
 def test_less_than_four_percent_of_the_slots_are_wasted_on_a_mixed_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 60 to 1,900 tokens arrive and finish, at block size 16; a third of them have four samples."""
-    monkeypatch.setattr("pagedkv.model.loop.meter.MEASURED", 1)  # every step counts
+    monkeypatch.setattr("pagedkv.engine.step.meter.MEASURED", 1)  # every step counts
     engine = Engine.load(dtype="float32", num_frames=1500, limits=Limits(max_batch_tokens=512))
     for seed in range(24):
         page = document(60 + 80 * seed, seed=seed)

@@ -125,7 +125,9 @@ def test_the_wheel_carries_all_of_the_package(wheel):
     expected |= {f"pagedkv/bench/{path.name}" for path in (ROOT / "bench").glob("*.py")}
     expected |= {f"pagedkv/kernels/cuda_sources/{path.name}" for path in (ROOT / "csrc/cuda").iterdir()}
     expected |= {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "pagedkv/checkpoint/bundled").rglob("*") if path.is_file()
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "pagedkv/engine/checkpoint/bundled").rglob("*")
+        if path.is_file()
     }
     expected |= {"pagedkv/py.typed", f"pagedkv-{pagedkv.__version__}.dist-info/licenses/LICENSE"}
     assert sorted(expected - names_in(wheel)) == []

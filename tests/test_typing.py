@@ -42,7 +42,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 UNTYPED_BASES = (
     "pagedkv.integrations.ray", "pagedkv.integrations.transformers", "pagedkv.integrations.vllm",
-    "pagedkv.serve.connection",
+    "pagedkv.engine.serve.connection",
 )  # fmt: skip
 """Their classes have bases of Ray, transformers, vLLM and uvicorn, whose own types are not known."""
 

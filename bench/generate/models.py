@@ -19,21 +19,21 @@ from pagedkv import debug
 from pagedkv.bench.clock import track
 from pagedkv.bench.record import shallow
 from pagedkv.cache import PagedKVCache
-from pagedkv.checkpoint import BUNDLED
-from pagedkv.checkpoint.tokenizer import Tokenizer
+from pagedkv.engine.checkpoint import BUNDLED
+from pagedkv.engine.checkpoint.tokenizer import Tokenizer
+from pagedkv.engine.model.decoder import Decoder
+from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.linear.cpu import is_slow_in_torch
-from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import Engine
-from pagedkv.model.scheduler import Limits
-from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from pagedkv.model.request import Request
+    from pagedkv.engine.requests.request import Request
 
 CONFIG: Final[dict[str, Any]] = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32_768, "hidden_size": 1024,

@@ -33,11 +33,11 @@ from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, settled, to
 from pagedkv.bench.generate import models
 from pagedkv.bench.generate.peers.process import Lost, Peer, opened, size_of, started
 from pagedkv.bench.memory import is_steady
+from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.step.engine import Engine
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
 from pagedkv.kernels.threads import num_threads
-from pagedkv.model.engine import Engine
-from pagedkv.sampling.params import SamplingParams
 
 OURS, STATIC, DYNAMIC = "pagedkv", "StaticCache", "DynamicCache"
 STEPS: Final = 24

@@ -16,13 +16,13 @@ import torch
 
 from pagedkv.bench.clock import Step, compare, in_turn, ratios
 from pagedkv.bench.generate.models import CONFIG, of_model, write_checkpoint
-from pagedkv.checkpoint import BUNDLED
-from pagedkv.checkpoint.tokenizer import Tokenizer
-from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import Engine
-from pagedkv.model.loop.pool import new_cache
-from pagedkv.model.scheduler import Limits
-from pagedkv.sampling.params import SamplingParams
+from pagedkv.engine.checkpoint import BUNDLED
+from pagedkv.engine.checkpoint.tokenizer import Tokenizer
+from pagedkv.engine.model.decoder import Decoder
+from pagedkv.engine.model.pool import new_cache
+from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.step.engine import Engine
 from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.host import HostTier
 from pagedkv.tiers.tier import Tier

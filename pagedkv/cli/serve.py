@@ -1,4 +1,4 @@
-"""`pagedkv serve`: the options become an engine and a bound socket; pagedkv/serve/process.py serves. No HTTP here."""
+"""`pagedkv serve`: the options become an engine and a bound socket; engine/serve/process.py serves. No HTTP here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from pagedkv import debug
 from pagedkv.cli.options import Loading, Serving, amount
+from pagedkv.engine.serve.keys import ApiKeys
 from pagedkv.errors import ConcurrentUse, InvalidRequest
-from pagedkv.serve.keys import ApiKeys
 
 NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
 """Packages of the extra."""
@@ -31,7 +31,7 @@ def run(serving: Serving, loading: Loading) -> int:
 
     with announced(quiet=False) as screen:
         from pagedkv.cli.generate import load  # torch, while other processes compile
-        from pagedkv.serve import process
+        from pagedkv.engine.serve import process
 
         is_shared = keys is not None and keys.num_tenants > 1  # the shares of tenants bound what waits, not one queue
         more: dict[str, Any] = {"limits": {"max_waiting": None if is_shared else serving.max_waiting}}

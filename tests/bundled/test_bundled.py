@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from pagedkv.checkpoint.demo import DEMO_PROMPT
+from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
 from tests import records
 from tests.records import (
     ANSWERS,

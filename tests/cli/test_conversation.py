@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.checkpoint import BUNDLED
 from pagedkv.cli import conversation
-from pagedkv.model.engine import Engine
+from pagedkv.engine.checkpoint import BUNDLED
+from pagedkv.engine.step.engine import Engine
 from tests.records import num_tokens_of
 
 from . import hostile

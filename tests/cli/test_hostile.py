@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.checkpoint import BUNDLED
+from pagedkv.engine.checkpoint import BUNDLED
 
 from . import hostile
 

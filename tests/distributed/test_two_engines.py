@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.model import Engine
-from pagedkv.sampling.params import SamplingParams
+from pagedkv.engine import Engine
+from pagedkv.engine.sampling.params import SamplingParams
 from tests.tiers.stores import Redis
 
 PARAMS = SamplingParams(max_tokens=8)
 
 OTHER = """
 import json, sys
-from pagedkv.model import Engine
-from pagedkv.sampling.params import SamplingParams
+from pagedkv.engine import Engine
+from pagedkv.engine.sampling.params import SamplingParams
 
 tier, prompt = sys.argv[1], json.loads(sys.stdin.read())
 with Engine.load(tiers=[tier], num_frames=400) as engine:

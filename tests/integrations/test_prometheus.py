@@ -10,8 +10,8 @@ import pytest
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.core import MemoryManager, Stats
-from pagedkv.model import Engine
-from pagedkv.model.loop.meter import EngineStats, Times
+from pagedkv.engine import Engine
+from pagedkv.engine.step.meter import EngineStats, Times
 from tests.core.oracle import grown
 
 client = pytest.importorskip("prometheus_client", reason="the metrics extra is not installed")

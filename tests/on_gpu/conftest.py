@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tests.integrations.transformers.conftest  # noqa: F401  (before transformers is imported: see there)
-from tests.model.conftest import checkpoint
+from tests.engine.conftest import checkpoint
 
 __all__ = ["checkpoint"]
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedkv.model.engine import Limits
-from pagedkv.sampling.params import SamplingParams
+from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.tiers import HostTier
-from tests.model.conftest import prompt_of
-from tests.model.test_engine import build, outputs
+from tests.engine.conftest import prompt_of
+from tests.engine.step.test_engine import build, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.model.conftest import Checkpoint
+    from tests.engine.conftest import Checkpoint
 
 LENGTHS = (5, 61, 100, 33)
 NUM_TOKENS = 24

@@ -13,8 +13,8 @@ from typing import Any, Final
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from pagedkv.engine import SamplingParams
 from pagedkv.errors import EngineStopped, InvalidRequest
-from pagedkv.model import SamplingParams
 
 RESUMABLE: Final = "max_tokens temperature top_k top_p min_p seed stop_ids ignore_eos logit_bias allowed_ids".split()
 """Fields of SamplingParams that mean the same for the rest of a reply."""

@@ -17,10 +17,10 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from pagedkv.engine import Engine, Request, SamplingParams
 from pagedkv.errors import EngineStopped, InvalidRequest
 from pagedkv.integrations.ray.router import PrefixRouter
 from pagedkv.integrations.zmq_events import EventPublisher
-from pagedkv.model import Engine, Request, SamplingParams
 
 IDLE: Final = 0.02
 """Seconds after which an idle engine looks for new readers of its events."""

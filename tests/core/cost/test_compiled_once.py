@@ -18,8 +18,8 @@ print(len(compiled.buffer) and sorted({record.data["dispatcher"].py_func.__name_
 """
 ENGINE = (
     """
-from pagedkv.model.engine import Engine
-from pagedkv.checkpoint.demo import DEMO_PROMPT
+from pagedkv.engine.step.engine import Engine
+from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
 engine = Engine.load(num_frames=64)
 engine.cache.set_quota(b"small", hard=40, protected=4)
 def work():

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from pagedkv.engine import Engine, SamplingParams
 from pagedkv.errors import EngineStopped, InvalidRequest
-from pagedkv.model import Engine, SamplingParams
 
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
 

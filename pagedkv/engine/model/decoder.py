@@ -1,0 +1,190 @@
+"""The decoder: token ids in, logits out, all keys and values through paged memory. One decoder serves all families.
+
+The T new tokens of B sequences lie flat, one sequence after another ("ragged"), without padding; the batch says which
+token belongs to which sequence. For each layer, x [T, hidden] is the residual stream and N, N', M, M' are norms (N' and
+M' only in the Gemma families):
+
+    q, k, v = split(N(x) Wqkv^T + b)            [T, H, D], [T, K, D], [T, K, D]
+    q, k    = rotate(norm(q)), rotate(norm(k))  at batch.positions; the norms only where the family has them
+    pool[batch.slots] = k, v                    a bound write, with the batch of the layer's group
+    a       = attention(q, pool, batch)         reads this step's keys too, so they are written first
+    x       = x + N'(a Wout^T + b)
+    g, u    = split(M(x) Wgu^T + b)             [T, intermediate] twice
+    x       = x + M'((act(g) * u) Wdown^T + b)
+
+    logits  = cap(norm(x) Whead^T)              only for the tokens asked for: the last one of a prefill
+
+Each line but the two in the middle is one of the operations of pagedkv.kernels.linear, chosen once for a step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Unpack
+
+import torch
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.cache.devices import device_of
+from pagedkv.engine.checkpoint.config import ModelConfig
+from pagedkv.engine.checkpoint.weights import Weights, load_weights
+from pagedkv.engine.model.rope import Rotary
+from pagedkv.engine.model.streaming import FarBatches, SinkAttention
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import linear, quant
+from pagedkv.kernels.args import PagedBatch
+from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pagedkv.engine.model.workspace import Workspace
+    from pagedkv.kernels.args import KVLayer, Options
+
+DTYPES: Final = {name: quant.DTYPES[name] for name in quant.FLOATS}
+
+
+class Layers(Protocol):
+    """An object whose item i is layer i of the pool: a `PagedKVCache`, or a list."""
+
+    def __getitem__(self, layer: int, /) -> KVLayer: ...
+
+
+class Batches(Protocol):
+    """An object whose item i is the batch of layer i: a `PlannedBatch`, whose layers may be in several groups."""
+
+    def __getitem__(self, layer: int, /) -> PagedBatch: ...
+
+
+class BoundLayer(NamedTuple):
+    """The write into a layer of a pool, and the attention over it."""
+
+    store: BoundWrite
+    attend: Callable[..., Tensor]
+
+
+class BoundLayers(tuple[BoundLayer, ...]):
+    """All layers of a pool, bound for many steps: the result of `Decoder.bind`."""
+
+
+class Decoder:
+    """A decoder-only language model over paged memory. It holds weights and no state, so it can serve many caches."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config: ModelConfig = config
+        self.weights: Weights = weights
+        self.dtype: torch.dtype = weights.embedding.dtype
+        self.device: torch.device = weights.embedding.device
+        self._rotary = {rope: Rotary(rope, config.head_dim, self.device) for rope in set(config.ropes)}
+        # Rounded to the dtype of the weights: Gemma was trained with the rounded number.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: str | None = None,
+        device: str | torch.device = "cpu",
+        weights: str | None = None,
+    ) -> Decoder:
+        """Load a Hugging Face folder (config.json and safetensors).
+
+        dtype: "float32", "bfloat16" or "float16"; None for the dtype of the checkpoint.
+        weights: "int8" or "int4" for linear layers of integers with scales; None for `dtype`.
+        Raises: CheckpointError if the folder is missing, damaged or of an unsupported model; InvalidRequest for an
+            unknown name, or if the matrices of the model cannot be quantised
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise InvalidRequest(f"dtype is {dtype!r}; it must be None or one of {', '.join(DTYPES)}")
+        config = ModelConfig.load(folder)
+        computed_in, where = DTYPES[dtype or config.dtype], device_of(device)
+        return cls(config, load_weights(folder, config, dtype=computed_in, device=where, kind=weights))
+
+    def bind(self, layers: Layers, backend: str | None = None) -> BoundLayers:
+        """Return the write and the attention of each layer, checked once for all steps.
+
+        Calls bound to a PagedKVCache follow its `resize`, and have its kernel.
+        Raises: InvalidRequest; KernelUnavailable
+        """
+        c = self.config
+        far_batches = FarBatches(c.sinks)
+
+        def attention(i: int, **options: Unpack[Options]) -> BoundAttention:
+            options |= {"scale": c.attention_scale, "softcap": c.attention_softcap}
+            if isinstance(layers, PagedKVCache):
+                return layers.attention(i, **options)
+            return bind_attention(layers[i], backend=backend, **options)
+
+        def bound(i: int) -> BoundLayer:
+            window, near = c.windows[i], attention(i, window=c.windows[i])
+            store = layers.write(i) if isinstance(layers, PagedKVCache) else bind_write(layers[i], backend=backend)
+            if not c.sinks or window is None:
+                return BoundLayer(store, near)
+            far, rotary = attention(i, causal=False), self._rotary[c.ropes[i]]
+            return BoundLayer(store, SinkAttention(near, far, far_batches, rotary, window=window, sinks=c.sinks))
+
+        return BoundLayers(bound(i) for i in range(c.num_layers))
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        batch: PagedBatch | Batches,
+        layers: Layers | BoundLayers,
+        *,
+        logits_of: Tensor | None = None,
+        backend: str | None = None,
+        memory: Workspace | None = None,
+    ) -> Tensor:
+        """Store the keys and values of `token_ids` and return the logits of the tokens that follow them.
+
+        layers:   the pool; for many steps, the result of `bind`
+        backend:  a kernel's name, or None for the fastest
+        memory:   for T tokens, for the results; None to allocate. The next step that uses it overwrites the logits.
+        Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all T;
+                  returns float32 [N, V]
+        Modifies: the pool behind `layers`, at batch.slots; `memory`
+        """
+        c, w, eps = self.config, self.weights, self.config.norm_eps
+        batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(c.num_layers)]
+        positions = batches[0].positions
+        if positions is None:
+            raise InvalidRequest("batch.positions is None; the decoder rotates queries and keys to int64 positions [T]")
+        there = memory.angles if memory else {}
+        angles = {rope: rotary.angles(positions, self.dtype, there.get(rope)) for rope, rotary in self._rotary.items()}
+        ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
+        x = self._embedded(token_ids, memory and memory.x)
+        calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
+        heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        # Each layer stores its results where the first one did.
+        qkv, attended, gated = (memory.qkv, memory.attended, memory.gated) if memory else (None, None, None)
+        for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
+            before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
+            if i == 0 or qkv is not before:
+                q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
+            ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
+            call.store(k, v, batches[i])
+            before, attended = attended, call.attend(q, batches[i], out=attended)
+            if i == 0 or attended is not before:
+                rows = attended.flatten(1)
+            ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps)
+            gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
+            ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
+        if logits_of is not None:
+            x = x[logits_of]
+        return self._logits(x, backend, memory.logits[: len(x)] if memory else None)
+
+    def _embedded(self, token_ids: Tensor, out: Tensor | None) -> Tensor:
+        """Return the scaled embeddings of tokens. Shapes: token_ids int64 [T]; returns [T, hidden]"""
+        x = torch.index_select(self.weights.embedding, 0, token_ids, out=out)
+        x *= self._embedding_scale
+        return x
+
+    def _logits(self, x: Tensor, backend: str | None, out: Tensor | None) -> Tensor:
+        ops = linear.choose(self.device, self.dtype, len(x), backend)
+        logits = ops.logits(x, self.weights.norm, self.weights.head, self.config.norm_eps, out)
+        cap = self.config.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

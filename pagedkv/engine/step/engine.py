@@ -1,0 +1,374 @@
+"""The engine: prompts in, text out. One step is schedule -> plan -> forward -> sample -> commit, for any mix of work.
+
+    chunks, batch = scheduler.next_step()       choose the sequences and their tokens; map frames for all of them
+    logits        = forward(..)                 write and read KV through the batch
+    outcome       = outcome_of(.., logits)      draw a token for each sequence; verify drafts; let beams go on
+    cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
+    outcome.deliver(delivery, scheduler)        fork samples; give each sequence its tokens; release what has ended
+    delivery.report(requests)                   send text to the listeners
+
+The engine knows requests and tokens; the scheduler and the cache know pages and frames.
+
+**Interrupts.** A step may be interrupted at any instruction, and stepped again. The requests, the tokens that their
+completions have and the states of beam searches are the truth; appending a token is what gives it to a completion.
+Everything else is made from them: after a step that did not end, `_restart` gives all frames back, queues a new
+sequence for each unfinished completion, and computes its text again. Most of its KV is found in the prefix cache.
+
+**Failures.** A request whose logits are not finite, whose listener, processor or drafts raise, or whose deadline passed
+ends alone, with finish_reason "error".
+
+**Threads.** Any thread may submit and cancel at any time: `submit` appends to an inbox that the next step empties, and
+`cancel` marks completions that the next step removes. One thread at a time may step, and others never make it fail.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.core.arguments import tenant_name, whole
+from pagedkv.core.thread_guard import ThreadGuard, exclusive
+from pagedkv.core.warm import warm_up_step
+from pagedkv.engine.checkpoint import BUNDLED
+from pagedkv.engine.checkpoint.files import weights_digest
+from pagedkv.engine.checkpoint.tokenizer import Tokenizer
+from pagedkv.engine.drafts.drafters import drafter_of
+from pagedkv.engine.drafts.speculation import Drafter, Speculation
+from pagedkv.engine.model.decoder import Decoder
+from pagedkv.engine.model.pool import new_cache
+from pagedkv.engine.model.runner import ModelRunner, runner_of
+from pagedkv.engine.model.streaming import endless
+from pagedkv.engine.requests.beams import BeamSearch
+from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.requests.request import Completion, OnText, Request
+from pagedkv.engine.requests.sequence import Chunk, SequenceState
+from pagedkv.engine.sampling.grammar import Grammars
+from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.step import fetches
+from pagedkv.engine.step.checks import (
+    Prompt,
+    check_geometry,
+    check_listener,
+    check_request,
+    check_samples,
+    check_search,
+    deadline_of,
+    limits_of,
+    params_of_each,
+    prompt_ids,
+)
+from pagedkv.engine.step.delivery import Delivery
+from pagedkv.engine.step.events import StepEvent
+from pagedkv.engine.step.meter import EngineStats, Meter
+from pagedkv.engine.step.outcome import outcome_of, rows_of
+from pagedkv.engine.step.scheduler import Scheduler
+from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
+from pagedkv.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from pagedkv.cache import PlannedBatch
+
+
+class Engine(ThreadGuard, fetches.OverTiers):
+    """Continuous batching over one model and one paged cache.
+
+    Call `submit` and `step`, or `generate` to do both until all prompts are finished. A pool that runs out of frames
+    costs time (sequences are preempted and computed again), never tokens. Any thread may submit and cancel; one thread
+    at a time steps.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        cache: PagedKVCache,
+        *,
+        limits: Limits | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """drafter: the source of drafts; None for none."""
+        check_geometry(decoder, cache)
+        self.decoder: Decoder = decoder
+        self.tokenizer: Tokenizer = tokenizer
+        self.cache: PagedKVCache = cache
+        self.forward: ModelRunner = runner_of(decoder, cache)
+        self.meter: Meter = Meter()
+        self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings, self.meter)
+        self.speculation: Speculation | None = None
+        if drafter is not None:
+            self.speculation = Speculation(drafter, decoder.config)
+        self.scheduler: Scheduler = Scheduler(cache, limits_of(limits), self.forward.plan, speculation=self.speculation)
+        self.events: list[StepEvent] | None = None  # set it to [] for a record of the steps (events.py)
+        self._grammars = Grammars(tokenizer)
+        self._inbox: deque[Request] = deque()
+        self._submitting = threading.RLock()  # a signal handler may submit, too
+        # Held while `cancel` gives frames back, and for the moment in which a step begins: the step waits for `cancel`.
+        self._turn, self._is_stepping = threading.RLock(), False
+        self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
+        self._is_whole, self._was_interrupted = True, False
+        self._begin_guard(strict=False)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str | None = None,
+        *,
+        dtype: str | None = None,
+        weights: str | None = None,
+        device: str = "cpu",
+        block_size: int = 16,
+        kv_dtype: str | None = None,
+        grouped: bool = True,
+        speculate: Drafter | Path | str | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        limits: Limits | None = None,
+        tiers: Sequence[Tier | str] = (),
+        **cache_options: Any,
+    ) -> Engine:
+        """Build an engine for a Hugging Face folder, or for the bundled checkpoint if `folder` is None.
+
+        dtype: the dtype to compute in; None for that of the checkpoint.
+        weights: "int8" or "int4" for linear layers of integers, a scale for each 64 columns; None for `dtype`.
+        kv_dtype: the dtype of the cache; None for the dtype computed in.
+        grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
+            behind a window are given back. A model without windows has one group in any case.
+        speculate: "prompt-lookup", "draft" (that of the bundled checkpoint), the folder of a draft model, or a drafter:
+            decode speculatively.
+        window, sinks: let each token see the last `window` tokens and the first `sinks` ones only, so that a text of
+            any length takes constant memory: see model/streaming.py.
+        tiers: memory under the pool, the fastest first: "host:16GiB", "disk:200GiB:FOLDER", or objects. Prompts that
+            wait are fetched from there while others compute. `close` stores what waits for a disk or a shared store.
+        cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
+            num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
+        Raises: CheckpointError, InvalidRequest, KernelUnavailable
+        """
+        path = Path(folder) if folder is not None else BUNDLED
+        decoder = Decoder.load(path, dtype=dtype, device=device, weights=weights)
+        decoder = Decoder(endless(decoder.config, window, sinks), decoder.weights)
+        tokenizer = Tokenizer.load(path)
+        cache_options.setdefault("watermark", 0.01)
+        drafter = drafter_of(speculate, device=device, block_size=block_size)
+        identity = f"{decoder.dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
+        with fetches.tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
+            cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
+        warm_up_step()  # last, so that bad input is refused without waiting for the compilation
+        return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        on_text: OnText | None = None,
+        tenant: bytes = b"",
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Queue a prompt (text, or token ids) and return its request, whose completions grow as the engine steps.
+
+        priority: requests with a lower number go first, and preempt others.
+        timeout: seconds from now after which the request ends, with what it has and finish_reason "error".
+        Any thread may call this, also while another one steps.
+        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, an argument of a wrong type, or more
+            tokens than the pool or the model can hold; QueueFull if Limits.max_waiting requests wait already
+        """
+        params = SamplingParams() if params is None else params
+        ids = prompt_ids(prompt, self.tokenizer)
+        num_samples = whole(num_samples, "num_samples", 1)
+        check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
+        check_listener(on_text)
+        check_samples(num_samples, self.scheduler.limits)
+        now = time.perf_counter()
+        deadline = deadline_of(timeout, now)
+        request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
+        request.grammar = self._grammars.compiled(params)
+        request.priority = whole(priority, "priority", -(2**31), 2**31)
+        if params.num_beams > 1:
+            most = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
+            request.search = BeamSearch.of(params, self.tokenizer.eos_ids, most)
+            check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
+        request.completions = [Completion(request, index) for index in range(num_samples)]
+        with self._submitting:
+            self._check_queue()
+            self._inbox.append(request)
+        return request
+
+    def _check_queue(self) -> None:
+        """Raise QueueFull if as many requests wait for their first step as may."""
+        most = self.scheduler.limits.max_waiting
+        if most is not None:
+            # Copies, as another thread may step meanwhile; a request may be in both queues for a moment.
+            new = (s.completion for s in list(self.scheduler.waiting))
+            waiting = {*list(self._inbox), *(c.request for c in new if not c.admitted_at)}
+            if len(waiting) >= most:
+                raise QueueFull(len(waiting), most)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Request]:
+        """Submit all prompts, step until all are finished, and return their requests in the same order.
+
+        options: options of `submit`, the same for each prompt.
+        Raises: as `submit` and `step`; all prompts are cancelled.
+        """
+        requests: list[Request] = []
+        try:
+            for prompt, prompt_params in params_of_each(prompts, params):
+                requests.append(self.submit(prompt, prompt_params, **options))
+            self.run()
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
+        return requests
+
+    def cancel(self, request: Request) -> None:
+        """End `request`: its completions that run are "cancelled". A step under way may still give them a last token.
+
+        Its frames are given back at once, or by the step that is under way or the next one. Any thread may call this.
+        """
+        for completion in request.completions:
+            completion.end("cancelled")
+            if completion.finish_reason == "cancelled":
+                completion.is_reported = True
+        with self._turn, suppress(ConcurrentUse):  # raised if another thread owns the cache
+            if not self._is_stepping:
+                self._take_in()
+
+    def stats(self) -> EngineStats:
+        """Return counts of sequences, totals of tokens and steps, and percentiles of latencies. Any thread may call."""
+        return self.meter.stats(waiting=len(self._inbox) + len(self.scheduler.waiting), scheduler=self.scheduler)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is running or waiting, or a listener was not told of an end."""
+        return bool(self._inbox or self._requests) or not self._is_whole
+
+    def run(self) -> None:
+        """Step until no sequence is left. Raises: as `step`."""
+        while self.has_work:
+            self.step()
+
+    def step(self) -> list[Completion]:
+        """Compute one batch: the next chunk of some prompts, the next token of all other running sequences.
+
+        After any exception, step again: no token is lost.
+        Returns: the completions that finished, and whose listeners know that, since the last step that returned.
+        Raises: InvalidRequest if a listener calls step; ConcurrentUse if another thread is stepping; any error of the
+            model. An Exception of a request only ends it.
+        """
+        try:
+            with self._turn:
+                self._is_stepping = True
+            self._step()
+        except ConcurrentUse:
+            if [threading.get_ident()] in self._calls.values() and self._is_under_way():
+                raise InvalidRequest(
+                    "a listener called step, run or generate of the engine that is stepping; "
+                    "a listener may only submit and cancel"
+                ) from None
+            raise
+        finally:
+            self._is_stepping = False
+        finished, self.delivery.finished = self.delivery.finished, []
+        return finished
+
+    @exclusive
+    def _step(self) -> None:
+        """Take in what is new, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
+        self.cache.hand_over()
+        if not self._is_whole:
+            self._restart()
+        self._is_whole = False
+        began = time.perf_counter()
+        self._take_in_now()
+        chunks, batch = self.scheduler.next_step()
+        if batch is not None:
+            self._compute(chunks, batch)
+        self.delivery.report(self._requests)
+        self._remove_ended()  # a listener may have cancelled
+        self.meter.measure(self.cache, began, sum(chunk.num_tokens for chunk in chunks))
+        if self.events is not None:
+            self.events.append(StepEvent.of(began, chunks))
+        self._is_whole = True
+
+    def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> None:
+        """Run the model over the batch, commit it, and give each sequence its next tokens."""
+        guesses, searching = self.speculation, bool(self.scheduler.searching)
+        try:
+            token_ids = [token for chunk in chunks for token in chunk.token_ids]
+            rows = rows_of(batch.plan.cu_seqlens_q[1:].tolist(), chunks, guesses)
+            logits = self.forward(token_ids, batch, rows)
+            families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
+            outcome = outcome_of(chunks, families, logits, speculation=guesses, is_searching=searching)
+            if outcome.more or searching or any(chunk.sequence.completion.finish_reason for chunk in chunks):
+                kept = outcome.kept(chunks)
+                self.cache.commit(batch, [token for part in kept for token in part], list(map(len, kept)))
+            else:
+                self.cache.commit(batch, token_ids)
+        except BaseException:
+            if not batch.plan.settled:
+                self.cache.abort(batch)
+            raise
+        outcome.deliver(self.delivery, self.scheduler)
+        self._remove_ended()
+
+    @exclusive
+    def _take_in(self) -> None:
+        self.cache.hand_over()
+        if not self._is_whole:
+            self._restart()
+        self._is_whole = False
+        self._take_in_now()
+        self._is_whole = True
+
+    def _take_in_now(self) -> None:
+        """Queue what was submitted, end what is over its time, and give back the frames of what has ended."""
+        if self._was_interrupted:
+            self.cache.recover()
+            held = sum(s.space is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
+            held += self.cache.tiers.num_fetches + self.cache.tiers.num_holds
+            # A traceback may keep handles alive: then the next step recovers again.
+            self._was_interrupted = self.cache.has_plans or self.cache.stats().spaces != held
+        while self._inbox:
+            request = self._inbox[0]
+            if request not in self._requests:
+                self._requests[request] = None
+                self.meter.queue(request)
+                self.scheduler.add(self.delivery.begin(request.completions[0]))
+            self._inbox.popleft()
+        now = time.perf_counter()
+        for request in list(self._requests):
+            if self.delivery.drop_reported(self._requests, request) or request.deadline is None:
+                continue
+            if now > request.deadline:
+                late = f"the request was not finished {request.deadline - request.submitted_at:g} s after it came"
+                request.fail(late)
+        self._remove_ended()
+
+    def _remove_ended(self) -> None:
+        for sequence in [s for s in (*self.scheduler.running, *self.scheduler.waiting) if s.completion.finish_reason]:
+            self.scheduler.remove(sequence)
+
+    def _family(self, parent: SequenceState) -> list[SequenceState]:
+        """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
+        others = [completion for completion in parent.receivers if completion is not parent.completion]
+        return [parent, *map(self.delivery.begin, others)]
+
+    def _restart(self) -> None:
+        """Begin anew from the requests and the tokens they have, after a step that did not end."""
+        self._was_interrupted = True
+        if self.speculation is not None:
+            self.speculation.drafter.recover()
+        self.scheduler.restart(self.delivery.begin_again(self._requests))

@@ -1,0 +1,64 @@
+"""The cache of the Hugging Face hub: which snapshot is taken, and the error for one that is absent."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedkv.engine.checkpoint import hub
+from pagedkv.errors import CheckpointError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def fetched(cache: Path, *commits: str, main: str | bytes | None) -> Path:
+    """Write snapshots of owner/name as huggingface_hub does."""
+    folder = cache / "models--owner--name"
+    for commit in commits:
+        (folder / "snapshots" / commit).mkdir(parents=True)
+    if main is not None:
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_bytes(main if isinstance(main, bytes) else main.encode())
+    return folder / "snapshots"
+
+
+def test_the_snapshot_of_main_is_taken(cache: Path) -> None:
+    snapshots = fetched(cache, "abc", "def", main="def")
+    assert hub.find("owner/name") == snapshots / "def"
+
+
+@pytest.mark.parametrize("main", [None, "gone", b"\xff\xfe", b"a\0b", "x" * 9000])
+def test_without_a_good_ref_the_command_that_fetches_the_model_is_named(cache: Path, main: str | bytes | None) -> None:
+    fetched(cache, "abc", main=main)
+    with pytest.raises(CheckpointError) as error:
+        hub.find("owner/name")
+    assert str(error.value) == (
+        f"there is no folder owner/name, and no snapshot of it in the Hugging Face cache {cache}; "
+        "fetch it with: hf download owner/name"
+    )
+
+
+def test_a_folder_comes_before_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched(cache, "abc", main="abc")
+    (tmp_path / "owner/name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub.find("owner/name") == Path("owner/name")
+
+
+@pytest.mark.parametrize("model", ["", ".", "name", "a/b/c", "/etc/passwd", "../up", "owner/..", "\x1b[2J/a", "é/a"])
+def test_other_texts_are_paths(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert hub.find(model) == Path(model)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match="huggingface_hub, which knows the cache of the hub, is not installed"):
+        hub.find("owner/name")

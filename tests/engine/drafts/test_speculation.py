@@ -1,0 +1,435 @@
+"""Speculation: whatever the drafts are, each request gets the tokens of the plain way; right ones save passes.
+
+The drafters of the tests know the right tokens, and spoil some of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.engine.drafts.draft_model import DraftModel
+from pagedkv.engine.drafts.prompt_lookup import PromptLookup
+from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.sampling.sampler import SamplingRow, probabilities
+from pagedkv.engine.step.engine import Engine
+from pagedkv.errors import InvalidRequest
+from tests.engine.conftest import VOCAB, Paging, prompt_of
+from tests.engine.step.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
+from tests.engine.step.test_trust import interrupt_and_compare, submitted
+from tests.interrupts import count_instructions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagedkv.engine.requests.sequence import SequenceState
+    from tests.engine.conftest import Checkpoint
+
+FAMILIES = ("llama", "mistral", "gemma2")
+
+
+@dataclass
+class Oracle:
+    """A drafter that knows the tokens of each sample of each prompt, and spoils a draft with a chance of `wrong`."""
+
+    num_tokens: int = 4
+    wrong: float = 0.0
+    vocab_size: int | None = None
+    known: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+    dice: random.Random = field(default_factory=lambda: random.Random(3))
+    running: set[SequenceState] = field(default_factory=set)
+
+    def learn(self, requests: list[Any]) -> Oracle:
+        for request in requests:
+            for completion in request.completions:
+                self.known[tuple(request.prompt_ids), completion.index] = list(completion.token_ids)
+        return self
+
+    def propose(self, sequences: list[SequenceState], most: list[int]) -> list[list[int]]:
+        self.running |= set(sequences)
+        drafts = []
+        for sequence, count in zip(sequences, most, strict=True):
+            completion, begin = sequence.completion, sequence.num_output
+            right = self.known[tuple(completion.request.prompt_ids), completion.index][begin : begin + count]
+            drafts.append([(t + 1) % VOCAB if self.dice.random() < self.wrong else t for t in right])
+        return drafts
+
+    def forget(self, sequence: SequenceState) -> None:
+        self.running.discard(sequence)
+
+    def recover(self) -> None:
+        self.running.clear()
+
+
+def crowd(engine: Engine, params: SamplingParams, **options: Any) -> list[Any]:
+    return engine.generate([prompt_of(length) for length in LENGTHS], params, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        pytest.param(name, wrong, marks=[] if name == "llama" or wrong == 0.3 else [pytest.mark.slow])
+        for name in FAMILIES
+        for wrong in (0.0, 0.3, 1.0)
+    ],
+)
+def test_greedy_tokens_are_those_of_the_plain_way(
+    name: str, wrong: float, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    oracle = Oracle(wrong=wrong).learn(crowd(build(checkpoint(name)), params))
+    for options in ({"block_size": 1}, {"limits": Limits(max_batch_tokens=20)}, {"num_frames": 17}):
+        engine = build(checkpoint(name), drafter=oracle, **options)
+        assert outputs(crowd(engine, params)) == expected(name, checkpoint(name))
+        assert idle(engine)
+        assert not oracle.running
+        assert engine.speculation is not None
+        assert engine.speculation.num_drafts > 50
+        assert (engine.speculation.acceptance == 1.0) == (wrong == 0)
+        assert (engine.speculation.acceptance == 0.0) == (wrong == 1)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3])
+def test_sampled_tokens_are_those_of_the_plain_way_for_any_seed(
+    wrong: float, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """With filters, penalties whose history holds the drafts that came true, log-probs, and several samples."""
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
+    params = SamplingParams(max_tokens=30, temperature=1.3, top_p=0.9, seed=5, logprobs=1, **penalties)
+    plain = crowd(build(checkpoint("llama")), params, num_samples=3)
+    engine = build(checkpoint("llama"), drafter=Oracle(wrong=wrong).learn(plain))
+    drafted = crowd(engine, params, num_samples=3)
+    assert outputs(drafted) == outputs(plain)
+    for got, want in zip(drafted, plain, strict=True):
+        for c, d in zip(got.completions, want.completions, strict=True):
+            assert [of_one.logprob for of_one in c.logprobs] == pytest.approx([x.logprob for x in d.logprobs], abs=1e-3)
+    assert engine.speculation is not None
+    assert engine.speculation.acceptance > 0.4
+    assert idle(engine)
+
+
+def test_sampled_tokens_have_the_distribution_of_the_model(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """The second token of 2,000 outputs, whose draft is drawn by chance. Chi-square over the commonest tokens."""
+    params = SamplingParams(max_tokens=3, temperature=0.7, top_k=4)
+
+    @dataclass
+    class Chance(Oracle):
+        def propose(self, sequences: list[SequenceState], most: list[int]) -> list[list[int]]:
+            return [[self.dice.choice(likely) for _ in range(count)] for count in most]
+
+    paging = Paging(checkpoint("llama").decoder(), block_size=16, num_frames=60, num_sequences=21)
+    prompt = prompt_of(9)
+    first = probabilities(paging.step({0: prompt})[-1:], [SamplingRow(params, params.generator())])[0]
+    second = torch.zeros(VOCAB, dtype=torch.float64)  # of the second token, whatever the first one is
+    for n, token in enumerate(first.nonzero().flatten().tolist()):
+        row = SamplingRow(params, params.generator())
+        second += first[token] * probabilities(paging.step({1 + n: [*prompt, token]})[-1:], [row])[0]
+    likely = second.topk(6).indices.tolist()
+
+    engine, counts = build(checkpoint("llama"), num_frames=3000, drafter=Chance()), Counter[int]()
+    for batch in range(10):
+        requests = engine.generate([prompt] * 200, [replace(params, seed=200 * batch + n) for n in range(200)])
+        counts.update(tokens[1] for tokens in outputs(requests))
+    assert engine.speculation is not None
+    assert 0.05 < engine.speculation.acceptance < 0.95
+    common = [token for token in range(VOCAB) if second[token] * 2000 > 10]
+    chi = sum((counts[token] - 2000 * float(second[token])) ** 2 / (2000 * float(second[token])) for token in common)
+    assert sum(counts[token] for token in common) > 1950
+    assert chi < len(common) + 5 * (2 * len(common)) ** 0.5
+
+
+def test_a_pass_gives_all_drafts_that_are_right_and_one_more(checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(max_tokens=26)
+    plain = build(checkpoint("llama")).generate([prompt_of(9)], params)
+    engine = build(checkpoint("llama"), drafter=Oracle(num_tokens=4).learn(plain))
+    request, steps = engine.submit(prompt_of(9), params), 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+        assert len(request.completions[0].token_ids) == min(1 + 5 * (steps - 1), 26)
+    assert engine.speculation is not None
+    assert engine.speculation.tokens_per_pass == pytest.approx(26 / 6)
+
+
+def test_drafts_behind_the_end_of_an_output_count_as_nothing(checkpoint: Callable[[str], Checkpoint]) -> None:
+    (plain,) = build(checkpoint("llama")).generate([prompt_of(9)], SamplingParams(max_tokens=26))
+    known = plain.completions[0].token_ids
+    end = next(i for i in range(7, 26) if known[i] not in known[:i])
+    engine = build(checkpoint("llama"), drafter=Oracle(num_tokens=25).learn([plain]))
+    (ended,) = engine.generate([prompt_of(9)], SamplingParams(max_tokens=26, stop_ids=[known[end]]))
+    assert ended.completions[0].token_ids == known[: end + 1]
+    guesses = engine.speculation
+    assert guesses is not None
+    assert (guesses.num_passes, guesses.num_drafts) == (2, 24)
+    assert guesses.num_accepted == end, "the last of them is the token that ends the output"
+    assert guesses.tokens_per_pass * guesses.num_passes == end + 1
+
+
+def test_beams_are_no_passes_of_speculation(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), drafter=Oracle())
+    engine.generate([prompt_of(9)], SamplingParams(max_tokens=5, num_beams=2))
+    assert engine.speculation is not None
+    assert (engine.speculation.num_passes, engine.speculation.tokens_per_pass) == (0, 1.0)
+
+
+def test_rejected_drafts_give_their_frames_back_in_the_same_step(checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(max_tokens=20)
+    plain = build(checkpoint("llama"), block_size=1).generate([prompt_of(9)], params)
+    engine = build(checkpoint("llama"), block_size=1, drafter=Oracle(num_tokens=6, wrong=1.0).learn(plain))
+    engine.submit(prompt_of(9), params)
+    for computed in range(9, 28):
+        engine.step()
+        assert engine.cache.stats().mapped == computed
+
+
+def test_drafts_preempt_no_sequence(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """The drafts of the longer output do not fit next to the other one, which ends after a few steps."""
+    found, oracle = list[Any](), None
+    for _ in range(2):
+        engine = build(checkpoint("llama"), num_frames=12, drafter=oracle)
+        requests = [engine.submit(prompt_of(64, n), SamplingParams(max_tokens=most)) for n, most in enumerate((8, 100))]
+        engine.run()
+        found.append(outputs(requests))
+        assert engine.scheduler.preemptions == 0
+        oracle = Oracle(num_tokens=80, wrong=0.8).learn(requests)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 7}, {"stop_ids": True}, {"stop": True}])
+def test_an_output_ends_inside_a_pass_where_the_plain_one_ends(
+    end: dict[str, Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    free = build(checkpoint("llama")).generate([prompt_of(9)], SamplingParams(max_tokens=20))
+    tokens = free[0].completions[0].token_ids
+    values = {"max_tokens": 7, "stop_ids": [tokens[5]], "stop": f"w{tokens[5]} w{tokens[6]}"}
+    params = SamplingParams(**{"max_tokens": 20, **{name: values[name] for name in end}})
+    want = build(checkpoint("llama")).generate([prompt_of(9)], params)[0].completions[0]
+    engine = build(checkpoint("llama"), drafter=Oracle(num_tokens=9).learn(free))
+    got = engine.generate([prompt_of(9)], params)[0].completions[0]
+    assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+    assert len(got.token_ids) < 9
+    assert idle(engine)
+
+
+# -- trust -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def undisturbed(checkpoint: Callable[[str], Checkpoint]) -> list[Any]:
+    engine = build(checkpoint("llama"))
+    requests = submitted(engine)
+    engine.run()
+    return requests
+
+
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interrupt_at_some_instructions_of_a_step_loses_nothing(
+    step: int, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    def begun() -> tuple[Engine, list[Any]]:
+        engine = build(checkpoint("llama"), num_frames=60, drafter=Oracle(num_tokens=2).learn(undisturbed))
+        requests = submitted(engine)
+        for _ in range(step):
+            engine.step()
+        return engine, requests
+
+    total = count_instructions(begun()[0].step)
+    for at in range(1, total + 1, total // 8):
+        interrupt_and_compare(*begun(), undisturbed, at)
+
+
+@pytest.mark.parametrize("row", [0, 1, 3])
+def test_a_row_of_no_numbers_ends_a_request_where_the_plain_way_ends_it(
+    row: int, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All logits after the 9 + 3 + row first tokens are NaN, whichever pass computes them."""
+    params = SamplingParams(max_tokens=20)
+    plain = build(checkpoint("llama")).generate([prompt_of(9)], params)
+    got = []
+    for drafter in (None, Oracle(num_tokens=5).learn(plain)):
+        engine = build(checkpoint("llama"), drafter=drafter)
+        real = engine.decoder.forward
+
+        def forward(ids: Any, batch: Any, *args: Any, real: Any = real, **options: Any) -> Any:
+            logits = real(ids, batch, *args, **options).clone()
+            rows, positions = options["logits_of"], batch.positions
+            logits[(positions if rows is None else positions[rows]) >= 9 + 3 + row] = torch.nan
+            return logits
+
+        monkeypatch.setattr(engine.decoder, "forward", forward)
+        completion = engine.generate([prompt_of(9)], params)[0].completions[0]
+        monkeypatch.undo()
+        got.append((completion.token_ids, completion.finish_reason, completion.error))
+        assert idle(engine)
+        space = engine.cache.open([*prompt_of(9), *plain[0].completions[0].token_ids])
+        assert len(space) == 0  # no page was full of computed tokens whose logits were usable
+        space.release()
+    assert got[0] == got[1]
+    assert len(got[0][0]) == 4 + row
+    assert got[0][1] == "error"
+
+
+# -- a draft model -----------------------------------------------------------------------------------------------------
+
+
+def draft_model(checkpoint: Checkpoint, num_frames: int = 200, **options: Any) -> DraftModel:
+    decoder = checkpoint.decoder()
+    return DraftModel(decoder, PagedKVCache(decoder.config.spec(), num_frames=num_frames), **options)
+
+
+def is_empty(drafter: DraftModel) -> bool:
+    drafter.cache.check(3)
+    return drafter.cache.stats().mapped == 0 and not drafter._shadows
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_a_draft_model_gives_the_tokens_of_the_plain_way(
+    name: str, sampling: dict[str, Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """All drafts of the same model come true, also those drawn by chance; those of another model seldom."""
+    params = SamplingParams(max_tokens=20, **sampling)
+    plain = crowd(build(checkpoint("llama")), params, num_samples=2)
+    drafter = draft_model(checkpoint(name), num_tokens=3)
+    engine = build(checkpoint("llama"), drafter=drafter)
+    assert outputs(crowd(engine, params, num_samples=2)) == outputs(plain)
+    assert engine.speculation is not None
+    if name == "llama":
+        assert engine.speculation.acceptance == 1.0
+        assert engine.speculation.tokens_per_pass > 3
+    else:
+        assert engine.speculation.acceptance < 0.5
+        assert engine.speculation.num_drafts > 100
+    assert idle(engine)
+    assert is_empty(drafter)
+
+
+def test_a_draft_model_computes_each_token_that_came_true_once(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = draft_model(checkpoint("llama"), num_tokens=3)
+    engine, real, computed = build(checkpoint("llama"), drafter=drafter), drafter.decoder.forward, list[int]()
+
+    def forward(ids: Any, *args: Any, **options: Any) -> Any:
+        computed.append(len(ids))
+        return real(ids, *args, **options)
+
+    monkeypatch.setattr(drafter.decoder, "forward", forward)
+    engine.generate([prompt_of(9)], SamplingParams(max_tokens=13))
+    assert computed == [10, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("num_frames", [1, 6, 40])
+def test_a_draft_model_with_few_frames_drafts_less(num_frames: int, checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    drafter = draft_model(checkpoint("llama"), num_frames)
+    engine = build(checkpoint("llama"), drafter=drafter)
+    assert outputs(crowd(engine, params)) == expected("llama", checkpoint("llama"))
+    assert engine.speculation is not None
+    assert (engine.speculation.num_drafts > 145) == (num_frames == 40)
+    assert is_empty(drafter)
+
+
+def test_a_draft_model_takes_a_long_prompt_in_parts(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.engine.drafts.draft_model.MOST_IN_A_PASS", 40)
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    engine = build(checkpoint("llama"), drafter=draft_model(checkpoint("llama")))
+    assert outputs(crowd(engine, params)) == expected("llama", checkpoint("llama"))
+    assert engine.speculation is not None
+    assert engine.speculation.acceptance == 1.0
+
+
+def test_a_draft_model_recovers_once_from_an_interrupt(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = draft_model(checkpoint("llama"))
+    engine = build(checkpoint("llama"), drafter=drafter)
+    engine.submit(prompt_of(9), SamplingParams(max_tokens=30))
+    engine.step()
+    drafter.recover()
+    recovered, recover = list[int](), drafter.cache.recover
+    monkeypatch.setattr(drafter.cache, "recover", lambda: recovered.append(1) or recover())
+    engine.run()
+    assert recovered == [1]
+
+
+def test_a_draft_model_with_windows_rolls_back_wrong_drafts(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Its window is 37 tokens; two prompts are longer. A cache that gives back all behind it cannot roll back."""
+    spec = replace(checkpoint("mistral").decoder().config.specs()[0], keep=4)
+    kept = PagedKVCache(spec, num_frames=200)
+    for drafter in (
+        DraftModel.load(checkpoint("mistral").folder, dtype="float32", num_frames=200),
+        DraftModel(checkpoint("mistral").decoder(), kept, num_tokens=4),
+    ):
+        engine = build(checkpoint("llama"), drafter=drafter)
+        assert outputs(crowd(engine, SamplingParams(max_tokens=NUM_TOKENS))) == expected("llama", checkpoint("llama"))
+        assert engine.speculation is not None
+        assert engine.speculation.acceptance < 0.5
+        assert engine.speculation.num_drafts > 100
+        assert is_empty(drafter)
+    with pytest.raises(InvalidRequest, match="keeps 4 tokens behind a window of 37, and 5 drafts may be wrong"):
+        DraftModel(checkpoint("mistral").decoder(), kept, num_tokens=5)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
+    with pytest.raises(InvalidRequest, match="the draft model has 97 tokens in its vocabulary, the model has"):
+        Engine.load(speculate=checkpoint("llama").folder, num_frames=8)
+    with pytest.raises(InvalidRequest, match="speculate is 5; give 'prompt-lookup', 'draft', the"):
+        Engine.load(speculate=5, num_frames=8)  # type: ignore[arg-type]
+
+
+# -- prompt lookup -----------------------------------------------------------------------------------------------------
+
+
+def lookup(tokens: list[int], count: int = 8, **options: Any) -> list[int]:
+    """Return the drafts of a PromptLookup that has seen the text grow token by token."""
+    drafter = PromptLookup(num_tokens=count, **options)
+    sequence: Any = type("Sequence", (), {"tokens": []})()
+    drafts: list[list[int]] = [[]]
+    for token in tokens:
+        sequence.tokens.append(token)
+        drafts = drafter.propose([sequence], [count])
+    assert drafts == PromptLookup(num_tokens=count, **options).propose([sequence], [count])
+    return drafts[0]
+
+
+def test_drafts_are_the_tokens_that_followed_before() -> None:
+    assert lookup([1, 2, 3, 4, 5, 6, 1, 2], 3) == [3, 4, 5]
+    assert lookup([1, 2, 3, 1, 2, 4, 9, 1, 2], 2) == [4, 9]  # the last time
+    assert lookup([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 1) == [3]  # a longer run is more certain
+    assert lookup([1, 2, 3, 4]) == []
+    assert lookup([1, 2, 1], shortest=2) == []
+    assert lookup([1, 2, 1], 2, shortest=1) == [2, 1]
+    assert lookup([5]) == []
+
+
+def test_text_that_repeats_itself_is_drafted_round_and_round() -> None:
+    assert lookup([7, 8, 9, 7, 8, 9, 7, 8], 8) == [9, 7, 8, 9, 7, 8, 9, 7]
+    assert lookup([4, 4, 4], 5) == [4, 4, 4, 4, 4]
+
+
+def test_prompt_lookup_gives_the_tokens_of_the_plain_way(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Greedy output of small models runs in circles, which prompt lookup finds."""
+    params = SamplingParams(max_tokens=200)
+    prompts = [prompt_of(n) for n in (9, 40)]
+    plain = outputs(build(checkpoint("llama")).generate(prompts, params))
+    engine = build(checkpoint("llama"), drafter=PromptLookup(shortest=1))
+    assert outputs(engine.generate(prompts, params)) == plain
+    assert engine.speculation is not None
+    assert engine.speculation.num_accepted > 0
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("options", [{"num_tokens": 0}, {"longest": 0}, {"shortest": True}, {"shortest": 5}])
+def test_an_option_of_prompt_lookup_out_of_range_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"PromptLookup.{next(iter(options))} is"):
+        PromptLookup(**options)

@@ -1,0 +1,194 @@
+"""The decoder against transformers: the same logits and greedy tokens for any page size, batch and chunk size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from pagedkv.cache.paged import PagedKVCache
+from pagedkv.engine.checkpoint.config import RopeConfig
+from pagedkv.engine.model.decoder import BoundLayers, Decoder
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cpu
+from tests.engine.conftest import CHECKPOINTS, Paging, first_logits, prompt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from tests.engine.conftest import Checkpoint
+
+TOLERANCE = {"float32": 1e-4, "felt": 1e-2}
+"""The largest |logit - logit of transformers|; the least change of a logit that a changed option must cause."""
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+"""The main names in CHECKPOINTS. Each other name changes one option of one of these."""
+
+LENGTHS = (5, 150, 71)
+NUM_TOKENS = 64
+
+_expected: dict[str, list[tuple[Tensor, list[int]]]] = {}
+
+
+def expected(name: str, checkpoint: Checkpoint) -> list[tuple[Tensor, list[int]]]:
+    """Return, by transformers, logits [length, V] and NUM_TOKENS greedy tokens for a prompt of each of LENGTHS."""
+    if name not in _expected:
+        prompts = [prompt_of(length) for length in LENGTHS]
+        _expected[name] = [(checkpoint.logits(prompt), checkpoint.generate(prompt, NUM_TOKENS)) for prompt in prompts]
+    return _expected[name]
+
+
+def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tensor], list[list[int]]]:
+    """Prefill all prompts together, at most `chunk` tokens of each per step; decode a prompt as soon as it is done.
+
+    Returns: for each prompt, the logits of its tokens and the greedy continuation
+    """
+    waiting = dict(enumerate(map(list, prompts)))
+    logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+    output: list[list[int]] = [[] for _ in prompts]
+    while waiting:
+        step = {b: tokens[:chunk] for b, tokens in waiting.items()}
+        parts = paging.step(step).split([len(new) for new in step.values()])
+        for (b, tokens), got in zip(step.items(), parts, strict=True):
+            if not output[b]:
+                logits[b] = torch.cat((logits[b], got))
+            waiting[b] = waiting[b][len(tokens) :]
+            if not waiting[b]:
+                output[b].append(int(got[-1].argmax()))
+                waiting[b] = output[b][-1:]
+        waiting = {b: tokens for b, tokens in waiting.items() if len(output[b]) < NUM_TOKENS}
+    return logits, output
+
+
+@pytest.mark.parametrize("chunk", [1000, 13], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [
+        pytest.param(name, size, marks=[] if size == 16 else [pytest.mark.slow])
+        for name in CHECKPOINTS
+        for size in ((1, 16, 32) if name in FAMILIES else (16,))
+    ],
+)
+def test_logits_and_greedy_tokens_are_those_of_transformers(
+    checkpoint: Any, name: str, chunk: int, block_size: int
+) -> None:
+    want = expected(name, checkpoint(name))
+    num_frames = 4 + sum(-(-(length + NUM_TOKENS) // block_size) for length in LENGTHS)
+    paging = Paging(
+        checkpoint(name).decoder(), block_size=block_size, num_frames=num_frames, num_sequences=len(LENGTHS)
+    )
+
+    logits, tokens = run(paging, [prompt_of(length) for length in LENGTHS], chunk)
+
+    for b, (want_logits, want_tokens) in enumerate(want):
+        torch.testing.assert_close(logits[b], want_logits, rtol=0, atol=TOLERANCE["float32"])
+        assert tokens[b] == want_tokens
+    assert (
+        len({token for _, want_tokens in want for token in want_tokens}) > 8
+    )  # a constant sequence would prove little
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_instruction_set_gives_the_tokens_of_transformers(
+    checkpoint: Any, name: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best set of the processor serves all other tests."""
+    if cpu._cpu is None or isa not in cpu._cpu.sets():
+        pytest.skip(f"this processor or this build has no {isa}")
+    monkeypatch.setenv("PAGEDKV_CPU_ISA", isa)
+    monkeypatch.setenv("PAGEDKV_KERNELS", "cpu")
+    want = expected(name, checkpoint(name))[0]
+    paging = Paging(checkpoint(name).decoder(), block_size=16, num_frames=8, num_sequences=1)
+
+    (logits,), (tokens,) = run(paging, [prompt_of(LENGTHS[0])], 3)
+
+    torch.testing.assert_close(logits, want[0], rtol=0, atol=TOLERANCE["float32"])
+    assert tokens == want[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_that_knows_the_prompt_gives_the_same_tokens_from_less_work(checkpoint: Any, name: str) -> None:
+    decoder, prompt = checkpoint(name).decoder(), prompt_of(LENGTHS[1])
+    cache = PagedKVCache(decoder.config.spec(block_size=16), num_frames=40)
+    num_computed = []
+    for _ in range(2):
+        space = cache.open(prompt)
+        tokens, new = [], prompt[len(space) :]
+        num_computed.append(len(new))
+        while len(tokens) < NUM_TOKENS:
+            batch = cache.plan([space], [len(new)])
+            logits = decoder.forward(torch.tensor(new), batch, cache, logits_of=torch.tensor([len(new) - 1]))
+            cache.commit(batch, new)
+            new = [int(logits[0].argmax())]
+            tokens += new
+        assert tokens == expected(name, checkpoint(name))[1][1]
+        space.release()
+    assert num_computed == [LENGTHS[1], LENGTHS[1] % 16]
+
+
+OPTIONS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("gemma2", "attention_softcap", lambda cap: cap / 10),
+    ("gemma2", "logit_softcap", lambda cap: cap / 4),
+    ("gemma2", "attention_scale", lambda scale: scale * 1.5),
+    ("gemma2", "windows", lambda windows: (None,) * len(windows)),
+    ("gemma2", "embedding_scale", lambda scale: scale / 2),
+    ("gemma2", "activation", lambda _: "silu"),
+    ("gemma3", "windows", lambda windows: windows[::-1]),
+    ("gemma3", "ropes", lambda ropes: ropes[::-1]),
+    ("qwen2-sliding", "windows", lambda windows: tuple(window and window + 1 for window in windows)),
+    ("llama-llama3", "ropes", lambda ropes: (RopeConfig(),) * len(ropes)),
+    ("llama", "norm_eps", lambda eps: 0.1),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "change"), OPTIONS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_option_is_felt(checkpoint: Any, name: str, field: str, change: Callable[[Any], Any]) -> None:
+    decoder = checkpoint(name).decoder()
+    other = Decoder(replace(decoder.config, **{field: change(getattr(decoder.config, field))}), decoder.weights)
+    assert (first_logits(other) - first_logits(decoder)).abs().max() > TOLERANCE["felt"]
+
+
+def test_logits_are_given_only_for_the_tokens_asked_for(checkpoint: Any) -> None:
+    decoder, tokens = checkpoint("llama").decoder(), {0: prompt_of(9), 1: prompt_of(3)}
+    everything, asked = (
+        Paging(decoder, block_size=4, num_frames=9, num_sequences=2).step(tokens, logits_of)
+        for logits_of in (None, torch.tensor([11, 8]))
+    )
+    torch.testing.assert_close(asked, everything[[11, 8]], rtol=0, atol=TOLERANCE["float32"])
+
+
+def test_results_of_attention_are_read_where_they_lie(checkpoint: Any) -> None:
+    """Kernels store them in `out`. Another callable may return a new tensor in each layer."""
+    decoder, tokens = checkpoint("llama").decoder(), {0: prompt_of(9)}
+    expected, new = (Paging(decoder, block_size=4, num_frames=9, num_sequences=1) for _ in range(2))
+    bound = decoder.bind(new.layers)
+    new.layers = BoundLayers(
+        layer._replace(attend=lambda q, batch, out, of=layer: of.attend(q, batch)) for layer in bound
+    )
+    torch.testing.assert_close(new.step(tokens), expected.step(tokens), rtol=0, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoint: Any, name: str) -> None:
+    saved = checkpoint(name)
+    exact = saved.logits(prompt_of(150))
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(
+        saved.folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    theirs = rounded(torch.tensor([prompt_of(150)])).logits[0].float()
+    ours = first_logits(Decoder.load(saved.folder, dtype="bfloat16"))
+    assert ours.dtype == torch.float32
+    assert (ours - exact).square().mean().sqrt() <= 1.1 * (theirs - exact).square().mean().sqrt()
+
+
+def test_an_unknown_dtype_is_refused(checkpoint: Any) -> None:
+    with pytest.raises(InvalidRequest, match="float99"):
+        Decoder.load(checkpoint("llama").folder, dtype="float99")

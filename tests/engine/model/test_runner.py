@@ -1,0 +1,226 @@
+"""Decode steps over memory that exists before: equal tokens, the same addresses, nothing allocated, padding unread.
+
+Graphs are rehearsed on a CPU: `Replayed` records a call and repeats it, with the tensors it was captured with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.cache.mirror import DeviceMirror
+from pagedkv.engine.model.decoder import Decoder
+from pagedkv.engine.model.runner import ModelRunner
+from pagedkv.engine.model.workspace import Workspace
+from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.step.engine import Engine
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import linear
+from tests.engine.conftest import VOCAB, prompt_of
+from tests.engine.step.test_engine import build, outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine.conftest import Checkpoint
+
+    Checkpoints = Callable[[str], Checkpoint]
+
+SEQUENCES = (5, 70, 33)
+"""Tokens of the prompts."""
+
+
+class Replayed:
+    """A graph that repeats a call. Tensors that move after the capture are not seen by it, as by a CUDA graph."""
+
+    captured = 0
+    replayed = 0
+
+    def __init__(self, beside: Replayed | None) -> None:
+        self.beside = None if beside is None else weakref.ref(beside)
+
+    def capture(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        Replayed.captured += 1
+        self._call, self._result = call, call()
+        return self._result
+
+    def replay(self) -> None:
+        Replayed.replayed += 1
+        with torch.inference_mode():
+            self._result.copy_(self._call())  # torch's operations give a new tensor, a CUDA graph the captured one
+
+
+def is_without_extension() -> bool:
+    """Return whether torch serves the linear operations, which then allocate their results."""
+    return not isinstance(linear.choose(torch.device("cpu"), torch.float32, 3), linear.cpu.Native)
+
+
+def with_graphs(engine: Engine) -> Engine:
+    """Let the engine replay its decode steps, as it does on a GPU."""
+    engine.forward = ModelRunner(engine.decoder, engine.cache, graphs=Replayed)
+    engine.scheduler._plan = engine.forward.plan
+    return engine
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "qwen3", "gemma2", "gemma3"])
+def test_a_step_in_a_workspace_has_the_bits_of_a_step_in_new_memory(family: str, checkpoint: Checkpoints) -> None:
+    decoder = checkpoint(family).decoder()
+    memory = Workspace.of(decoder.config, 4, decoder.dtype, decoder.device)
+    for tensor in (memory.x, memory.qkv, memory.attended, memory.gated, memory.logits):
+        tensor.fill_(torch.nan)  # a step reads no result of another step
+    logits = []
+    for given in (None, memory.first(3)):
+        cache = PagedKVCache(decoder.config.spec(), num_frames=40)
+        spaces = [cache.open(prompt_of(length)) for length in SEQUENCES]
+        tokens = [token for length in SEQUENCES for token in prompt_of(length)]
+        batch = cache.plan(spaces, list(SEQUENCES))
+        decoder.forward(torch.tensor(tokens), batch, cache)
+        cache.commit(batch, tokens)
+        batch = cache.plan(spaces, [1, 1, 1])
+        logits.append(decoder.forward(torch.tensor([1, 2, 3]), batch, cache, memory=given).clone())
+    assert torch.equal(*logits)
+    assert logits[0].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_replayed_steps_give_the_tokens_of_called_steps(family: str, grouped: bool, checkpoint: Checkpoints) -> None:
+    """Sequences end at different steps, so padding changes; the pool is small, so some are preempted."""
+    folder = checkpoint(family)
+    given = [prompt_of(length) for length in (5, 8, 12, 7, 10)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (40, 9, 25, 3, 30)]
+    found = []
+    for graphs in (False, True):
+        engine = grouped_engine(folder, 18) if grouped else build(folder, block_size=4, num_frames=18)
+        if graphs:
+            with_graphs(engine)
+        Replayed.captured = Replayed.replayed = 0
+        found.append(outputs(engine.generate(given, params)))
+        assert engine.scheduler.preemptions
+        engine.cache.check()
+        assert engine.cache.stats().mapped == 0
+    assert found[0] == found[1]
+    assert 1 <= Replayed.captured < 12 < Replayed.replayed
+
+
+def grouped_engine(checkpoint: Checkpoint, num_frames: int) -> Engine:
+    """Build an engine whose layers have page tables by window, of `num_frames` frames each."""
+    plain = build(checkpoint, num_frames=8)
+    config = plain.decoder.config
+    specs = config.specs(block_size=4)
+    cache = PagedKVCache(specs, layer_groups=config.layer_groups(), num_frames=num_frames * len(specs))
+    return Engine(plain.decoder, plain.tokenizer, cache)
+
+
+def test_a_graph_is_captured_anew_after_a_resize(checkpoint: Checkpoints) -> None:
+    called, engine = build(checkpoint("llama"), num_frames=30), with_graphs(build(checkpoint("llama"), num_frames=30))
+    expected = outputs(called.generate([prompt_of(20)], SamplingParams(max_tokens=30, ignore_eos=True)))
+    Replayed.captured = 0
+    request = engine.submit(prompt_of(20), SamplingParams(max_tokens=30, ignore_eos=True))
+    for step in range(30):
+        if step in (10, 20):
+            engine.cache.resize(30 + step)
+        engine.step()
+    assert outputs([request]) == expected
+    assert Replayed.captured == 3
+
+
+def test_a_graph_shares_memory_with_a_living_graph_of_its_engine_alone(checkpoint: Checkpoints) -> None:
+    """CUDA graphs of two engines may run at once, and torch refuses memory whose last graph is gone."""
+    first, second = (with_graphs(build(checkpoint("llama"), num_frames=60)) for _ in range(2))
+    for engine in (first, second, first):
+        engine.cache.resize(engine.cache.num_frames + 1)  # drops all graphs
+        engine.generate([prompt_of(20)] * 2, SamplingParams(max_tokens=6, ignore_eos=True))
+        engine.generate([prompt_of(20)], SamplingParams(max_tokens=6, ignore_eos=True))
+        alone, other = (bucket.graph for bucket in engine.forward._buckets.values())
+        assert alone.beside is None  # type: ignore[union-attr]
+        assert other.beside() is alone  # type: ignore[union-attr]
+
+
+def test_no_graph_of_an_old_pool_is_replayed_after_an_interrupted_resize(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = with_graphs(build(checkpoint("llama"), num_frames=30))
+    engine.cache._mirror = DeviceMirror(engine.cache.device)  # as on a GPU, where page tables keep their address
+    Replayed.captured = 0
+    engine.submit(prompt_of(20), SamplingParams(max_tokens=30, ignore_eos=True))
+    for step in range(30):
+        if step == 10:
+            monkeypatch.setattr(engine.cache, "_resized", [])  # as if a signal came before the callbacks
+            engine.cache.resize(40)
+        engine.step()
+    assert Replayed.captured == 2
+
+
+def test_a_replayed_step_allocates_nothing(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_without_extension():
+        pytest.skip("the C++ kernels are not built or not chosen; torch's operations allocate their results")
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # the checks of the kernels allocate
+    engine = with_graphs(build(checkpoint("llama"), num_frames=64))
+    for length in SEQUENCES:
+        engine.submit(prompt_of(length), SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    call = next(iter(engine.forward._buckets.values())).graph._call  # type: ignore[union-attr]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = sorted(event.nbytes() for event in events if event.nbytes() > 0)
+    # While torch is profiled, attention is called by its operator, which allocates the log-sum-exps: float32 [4, H].
+    config = engine.decoder.config
+    assert allocated == [4 * 4 * config.num_heads] * config.num_layers
+
+
+def test_all_steps_of_a_size_use_the_same_addresses(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps differ in the number of sequences, and in their rows."""
+    engine = with_graphs(build(checkpoint("gemma2"), num_frames=64))
+    seen: list[tuple[int, ...]] = []
+    inner = Decoder.forward
+
+    def watched(self: Decoder, token_ids: torch.Tensor, batch: Any, *args: Any, **options: Any) -> torch.Tensor:
+        logits = inner(self, token_ids, batch, *args, **options)
+        if options.get("memory") is not None:
+            of_layer = batch[0]
+            fields = (of_layer.slots, of_layer.positions, of_layer.seq_lens, of_layer.cu_seqlens_q, of_layer.rows)
+            results = () if is_without_extension() else (logits,)
+            seen.append(tuple(tensor.data_ptr() for tensor in (token_ids, *results, of_layer.block_table, *fields)))
+            assert of_layer.max_seqlen_q == 1
+            num_sequences = int(of_layer.cu_seqlens_q[-1])
+            assert of_layer.slots[num_sequences:].tolist() == [-1] * (4 - num_sequences)
+        return logits
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    for length, most in zip((5, 70, 33, 8), (30, 12, 14, 30), strict=True):
+        engine.submit(prompt_of(length), SamplingParams(max_tokens=most, ignore_eos=True))
+    while len(engine.scheduler.running) != 2:
+        engine.step()
+    assert len(seen) >= 10
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("counts", [[1, 2], [1, 1, 1, 1, 1], [0, 1]])
+def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(counts: list[int], checkpoint: Checkpoints) -> None:
+    cache = PagedKVCache(checkpoint("llama").decoder().config.spec(), num_frames=40)
+    fixed = cache.fixed_batch(4, 8)
+    spaces = [cache.open([1, 2]) for _ in counts]
+    with pytest.raises(InvalidRequest, match="plan it without `into`"):
+        cache.plan(spaces, counts, into=fixed)
+    assert cache.stats().mapped == 0
+    cache.check()
+
+
+def test_a_sequence_longer_than_fixed_tensors_serve_is_refused(checkpoint: Checkpoints) -> None:
+    cache = PagedKVCache(checkpoint("llama").decoder().config.spec(), num_frames=40)
+    space = cache.open([1] * 8)
+    cache.commit(cache.plan([space], [8]), [1] * 8)
+    with pytest.raises(InvalidRequest, match="up to 9 tokens in all .* and 8 in all"):
+        cache.plan([space], [1], into=cache.fixed_batch(4, 8))
+    batch = cache.plan([space], [1], into=cache.fixed_batch(4, 9))
+    assert batch.seq_lens.tolist() == [9, 0, 0, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 1, 1, 1]
+    cache.commit(batch, [VOCAB - 1])

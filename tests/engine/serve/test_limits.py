@@ -1,0 +1,242 @@
+"""Bodies that cannot be answered get words; clients that read slowly or vanish cost no frame and no other client."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.serve.server import ANSWER, ASKED, FACTS, LONG, RUNNING, Server, serving
+
+STEPS = 'pagedkv_steps_total{pool="default"}'
+DEEP = b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "a"}]
+
+REFUSED = {
+    "no JSON": (TEXT, b"{", "the body is not JSON", None),
+    "nothing": (TEXT, b" ", "the body is not JSON", None),
+    "no UTF-8": (TEXT, b'{"prompt": "\xff"}', "the body is not JSON", None),
+    "half a pair": (TEXT, rb'{"prompt": "\ud800"}', "the body is not JSON", None),
+    "no object": (TEXT, b"[1]", "the body is JSON, but no object", None),
+    "deep": (TEXT, DEEP, "the body is not JSON: recursion limit exceeded", None),
+    "no prompt": (TEXT, {}, "prompt is missing; give a text, a list of texts", "prompt"),
+    "prompt of a wrong type": (TEXT, {"prompt": {"a": 1}}, "prompt must be a text, a list of texts", "prompt"),
+    "empty list": (TEXT, {"prompt": []}, "prompt must be a text", "prompt"),
+    "mixed list": (TEXT, {"prompt": ["a", 1]}, "prompt must be a text", "prompt"),
+    "strange id": (TEXT, {"prompt": [70_000]}, "token id 70000 is outside the vocabulary of 660 tokens", None),
+    "huge id": (TEXT, b'{"prompt": [' + b"9" * 3000 + b"]}", "prompt must be", "prompt"),
+    "max_tokens as text": (
+        TEXT,
+        {"prompt": "a", "max_tokens": "9"},
+        "max_tokens is '9': Input should be",
+        "max_tokens",
+    ),
+    "no max_tokens": (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens is 0; it must be an integer", "max_tokens"),
+    "no completion tokens": (
+        CHAT,
+        {"messages": USER, "max_completion_tokens": 0},
+        "max_completion_tokens is 0: Input should be greater",
+        "max_completion_tokens",
+    ),
+    "too many tokens": (TEXT, {"prompt": "a", "max_tokens": 10**9}, "raise num_frames or memory, or lower max", None),
+    "NaN": (TEXT, b'{"prompt": "a", "temperature": NaN}', "temperature is nan: Input should be", "temperature"),
+    "true as a number": (TEXT, {"prompt": "a", "n": True}, "n is True: Input should be a valid integer", "n"),
+    "n": (TEXT, {"prompt": "a", "n": 129}, "n is 129: Input should be less than or equal to 128", "n"),
+    "outputs": (TEXT, {"prompt": ["a", "b", "c"], "n": 128}, "the body asks for 384 outputs, this server", None),
+    "long key": (TEXT, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "it must be", "logit_bias"),
+    "many stops": (TEXT, {"prompt": "a", "stop": ["b"] * 17}, "stop must be a text of at most 256", "stop"),
+    "empty stop": (TEXT, {"prompt": "a", "stop": ["b", ""]}, "stop is ('b', ''); it must be one or more", "stop"),
+    "seed": (TEXT, {"prompt": "a", "seed": 2**63}, "seed is 9223372036854775808: Input should be less than", "seed"),
+    "priority": (TEXT, {"prompt": "a", "priority": 2**31}, "priority is 2147483648: Input should be less", "priority"),
+    "log-probs": (
+        CHAT,
+        {"messages": USER, "logprobs": True, "top_logprobs": 20, "n": 128, "max_tokens": 2000},
+        "the body asks for up to 5,376,000 log-probabilities, the limit is 4,194,304; lower max_tokens",
+        None,
+    ),
+    "bias": (TEXT, {"prompt": "a", "logit_bias": {"b": 1}}, "logit_bias is {'b': 1.0}; it must be", "logit_bias"),
+    "echo": (TEXT, {"prompt": "a", "echo": True}, "'echo' is not supported, and the answer would not be", "echo"),
+    "unknown": (TEXT, {"prompt": "a", "tempereture": 0}, "'tempereture' is not supported", "tempereture"),
+    "tools": (CHAT, {"messages": USER, "tools": [{}]}, "'tools' is not supported", "tools"),
+    "no object inside": (
+        TEXT,
+        {"prompt": "a", "stream_options": True},
+        "stream_options is True: Input should be an object",
+        "stream_options",
+    ),
+    "no messages": (CHAT, {"messages": []}, "messages is []: List should have at least 1 item", "messages"),
+    "no role": (CHAT, {"messages": [{"content": "a"}]}, "messages.0.role is missing; give it", "messages.0.role"),
+    "image": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        'messages.0.content must be a text, or a list of parts {"type": "text"',
+        "messages.0.content",
+    ),
+    "tool calls": (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        "messages.0.'tool_calls' is not supported",
+        "messages.0.tool_calls",
+    ),
+    "taken variable": (
+        CHAT,
+        {"messages": USER, "chat_template_kwargs": {"messages": ["a"]}},
+        "chat_template_kwargs has messages, a name that is taken",
+        "chat_template_kwargs",
+    ),
+    "schema without one": (
+        CHAT,
+        {"messages": USER, "response_format": {"type": "json_schema"}},
+        "response_format has the type json_schema and no json_schema",
+        "response_format",
+    ),
+    "long schema": (
+        CHAT,
+        {
+            "messages": USER,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 2**16}}},
+        },
+        "the schema has 65,548 bytes, the limit is 65,536",
+        "response_format.json_schema.schema",
+    ),
+    "alternatives alone": (CHAT, {"messages": USER, "top_logprobs": 1}, "logprobs is not true", "top_logprobs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_body_is_status_400_with_words_and_the_field(server: Server, case: str) -> None:
+    path, body, words, param = REFUSED[case]
+    answer = server.ask(path, body)
+    assert answer.status == 400, answer.body
+    assert words in answer.error["message"]
+    assert (answer.error["param"], answer.error["type"]) == (param, "invalid_request_error")
+    assert len(answer.body) < 2000
+
+
+@pytest.mark.parametrize("body", [{"user": "me", "metadata": {"a": "b"}, "echo": False, "suffix": None, "best_of": 1}])
+def test_fields_that_change_no_answer_are_ignored(server: Server, body: dict[str, Any]) -> None:
+    answer = server.ask(TEXT, {"prompt": ASKED, "temperature": 0, **body})
+    assert answer.json["choices"][0]["text"] == ANSWER
+
+
+def test_a_body_must_be_declared_as_json_and_small(server: Server) -> None:
+    """A page of another site can send text/plain from a browser, but not JSON."""
+    body = json.dumps({"prompt": "a"}).encode()
+    assert server.ask(TEXT, body, **{"Content-Type": "text/plain"}).status == 415
+    huge = server.ask(TEXT, {"prompt": "a" * 2**23})
+    assert huge.status == 413
+    assert "more than 4,194,304 bytes, the limit" in huge.error["message"]
+
+
+def test_another_name_of_this_machine_is_refused_and_every_answer_is_counted(server: Server) -> None:
+    """A page may give its own name to this machine (DNS rebinding)."""
+    before = {status: server.count(status) for status in (200, 404, 413, 415)}
+    for host in ("evil.example", "127.0.0.1.evil.example", "[::1].evil.example", "localhost:80@evil.example", "", "["):
+        for path in ("/v1/models", "/health", "/metrics"):
+            assert server.ask(path, Host=host).status == 400, host
+    assert server.ask("/v1/models", Host="LOCALHOST:1").status == 200
+    assert server.ask("/health", Host="[::1]:1").status == server.ask("/health", Host="127.0.0.1").status == 200
+    assert server.ask("/v1/nothing").status == 404
+    assert server.ask(TEXT, b"{}", **{"Content-Type": "text/plain"}).status == 415
+    assert server.ask(TEXT, b" " * 2**23).status == 413
+    assert {status: server.count(status) - before[status] for status in before} == dict.fromkeys(before, 1)
+
+
+def test_routes_and_methods_that_do_not_exist_are_named_so(server: Server) -> None:
+    assert server.ask("/v1/embeddings", {}).status == 404
+    assert server.ask(TEXT).status == 405
+    assert "no such route or method" in server.ask("/").error["message"]
+    assert server.ask("/health").json == {"status": "ok"}
+
+
+@pytest.mark.parametrize("how", ["closes", "resets", "closes while it waits for all"])
+def test_a_client_that_vanishes_gives_its_frames_back(server: Server, how: str) -> None:
+    stream = how != "closes while it waits for all"
+    clients = [server.begun({**LONG, "stream": stream}) for _ in range(5)]
+    server.wait_until(RUNNING, 5)
+    assert server.mapped() > 0
+    before = server.metric(STEPS)
+    for client in clients:
+        if how == "resets":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    server.wait_for_no_frame()
+    assert server.metric(STEPS) - before < 3500, "4,000 tokens were not made"
+    assert server.ask(TEXT, {"prompt": ASKED, "temperature": 0}).json["choices"][0]["text"] == ANSWER
+
+
+def test_a_client_that_does_not_read_stalls_no_step_and_loses_no_text(server: Server) -> None:
+    asked = {**LONG, "max_tokens": 250, "temperature": 0, "logprobs": 5}
+    whole = server.ask(TEXT, {**asked, "stream": False}).json["choices"][0]
+    with server.begun(asked) as slow:
+        answer = server.ask(TEXT, {"prompt": ASKED, "temperature": 0})
+        assert answer.json["choices"][0]["text"] == ANSWER
+        server.wait_for_no_frame()  # the text was made although it was not read
+        data = b""
+        while b"[DONE]" not in data:
+            part = slow.recv(1000)
+            assert part
+            data += part
+    lines = [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == whole["logprobs"]["text_offset"]
+    assert json.loads(lines[-1])["choices"][0]["finish_reason"] == "length"
+
+
+def test_garbage_on_a_connection_costs_only_the_connection(server: Server) -> None:
+    for garbage in (
+        b"\x16\x03\x01\x00",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"A" * 200_000,
+        b"POST /v1/completions HTTP/1.1\r\n",
+    ):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+            client.sendall(garbage)  # the server may close it at once
+            client.shutdown(socket.SHUT_WR)
+            client.recv(1000)
+    assert server.ask("/health").status == 200
+
+
+def test_a_key_is_asked_for_before_all_else_and_the_queue_has_an_end(extra: None, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sesame acme\nopen zebra\n")
+    options = ("--max-sequences", 2, "--max-waiting", 1, "--max-prompt", 30, "--api-keys", keys)
+    with serving(*options) as server:
+        assert "sesame" not in server.said
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+            refused = server.ask(TEXT, b"{", **headers)
+            assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+            assert server.ask("/v1/models", **headers).status == 401
+        assert server.ask("/health").status == server.ask("/metrics").status == 200
+        key = {"Authorization": "Bearer sesame"}
+        assert server.ask("/v1/models", **key).status == 200
+        assert server.ask("/v1/models", Authorization="bearer open").status == 200
+        assert server.count(401) == 6
+        long = server.ask(TEXT, {"prompt": FACTS * 9}, **key)
+        assert (long.status, "the limit of this server is 30" in long.error["message"]) == (400, True)
+
+        answers: list[Any] = []
+        body = {**LONG, "stream": False, "max_tokens": 150}
+        threads = [threading.Thread(target=lambda: answers.append(server.ask(TEXT, body, **key))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        statuses = [answer.status for answer in answers]
+        assert set(statuses) == {200, 429}
+        refused = next(answer for answer in answers if answer.status == 429)
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert refused.error["type"] == "rate_limit_error"
+        time.sleep(0.05)
+        assert server.ask(TEXT, {"prompt": ASKED, "temperature": 0}, **key).status == 200
+        assert server.end() == (0, "")

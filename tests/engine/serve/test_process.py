@@ -1,0 +1,146 @@
+"""The server as a process: it drains at SIGTERM, ends at Ctrl-C, and refuses in one line what it cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pagedkv.cli import serve as command
+from pagedkv.cli.app import main
+from tests.engine.serve.server import ASKED, LONG, RUNNING, serving
+
+
+def ended(stream: socket.socket) -> str:
+    """Return all that comes on a connection until the server closes it."""
+    data = b""
+    while part := stream.recv(65536):
+        data += part
+    return data.decode()
+
+
+def read_all(streams: list[socket.socket]) -> tuple[list[str], list[threading.Thread]]:
+    """Begin to read all streams to their ends."""
+    texts = [""] * len(streams)
+    readers = [
+        threading.Thread(target=lambda n=n: texts.__setitem__(n, ended(streams[n]))) for n in range(len(streams))
+    ]
+    for reader in readers:
+        reader.start()
+    return texts, readers
+
+
+def test_sigterm_lets_running_requests_end_and_refuses_new_ones(extra: None) -> None:
+    with serving() as server:
+        streams = [server.begun({**LONG, "max_tokens": 600}) for _ in range(3)]
+        texts, readers = read_all(streams)
+        server.process.send_signal(signal.SIGTERM)
+        while (health := server.ask("/health")).status == 200:
+            time.sleep(0.002)
+        assert (health.status, health.json["status"]) == (503, "draining")
+        refused = server.ask("/v1/completions", {"prompt": ASKED})
+        assert (refused.status, refused.error["type"]) == (503, "server_error")
+        assert int(refused.headers["Retry-After"]) >= 1
+        for reader in readers:
+            reader.join()
+        _, said = server.process.communicate(timeout=60)
+        assert (server.process.returncode, said) == (0, "")
+        assert all('"finish_reason":"length"' in text and "data: [DONE]" in text for text in texts)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+@pytest.mark.slow
+def test_a_drain_has_an_end_that_its_requests_are_told(extra: None) -> None:
+    with serving("--drain", 1) as server, server.begun(LONG) as stream:
+        whole = server.begun({**LONG, "stream": False})
+        server.wait_until(RUNNING, 2)
+        server.process.send_signal(signal.SIGTERM)
+        texts, readers = read_all([stream, whole])
+        for reader in readers:
+            reader.join()
+        why = "the server ended 1 s after it was told to"
+        assert "[DONE]" not in texts[0]
+        assert why in [line for line in texts[0].splitlines() if line.startswith("data: ")][-1]
+        assert texts[1].startswith("HTTP/1.1 503")
+        assert why in texts[1]
+        _, said = server.process.communicate(timeout=30)
+        assert (server.process.returncode, said) == (0, "")
+
+
+def test_a_second_sigterm_ends_at_once(extra: None) -> None:
+    with serving() as server, server.begun(LONG):
+        server.process.send_signal(signal.SIGTERM)
+        while server.ask("/health").status == 200:
+            time.sleep(0.01)
+        assert server.end(signal.SIGTERM, 60) == (143, "")
+
+
+def test_a_missing_extra_is_one_sentence_that_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else object())
+    with pytest.raises(SystemExit) as end:
+        main(["serve"])
+    assert end.value.code == 2
+    wanted = "pagedkv: error: `pagedkv serve` needs uvicorn; install it with: pip install 'pagedkv[serve]'\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_ctrl_c_is_status_130_and_an_open_address_without_a_key_is_named(extra: None) -> None:
+    with serving("--host", "0.0.0.0", "--name", "mine", "--max-connections", 3) as server, server.begun(LONG):
+        assert "mine is served at http://0.0.0.0:" in server.said
+        assert server.ask("/v1/models").json["data"][0]["id"] == "mine"
+        assert "pagedkv: without an API key, all who reach this address can use it\n" in server.said
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        assert server.ask("/health").status == 503, "the limit of connections is reached"
+        for each in silent:
+            each.close()
+        while server.ask("/health", Host="any.example").status != 200:
+            time.sleep(0.01)
+        assert server.end(signal.SIGINT) == (130, "")
+
+
+def test_an_engine_that_stops_ends_the_server_with_its_reason(
+    extra: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor starts the process again; /health and all others are 503 until then."""
+    from pagedkv.engine import Engine
+    from pagedkv.engine.serve import process
+
+    engine = Engine.load(num_frames=64)
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(engine, "forward", failing)
+    sock = command.bound("127.0.0.1", 0)
+    told = SimpleNamespace(answer=b"")
+
+    def ask() -> None:
+        data = json.dumps({"prompt": ASKED}).encode()
+        head = "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
+        while True:
+            try:
+                with socket.create_connection(sock.getsockname(), timeout=20) as client:
+                    client.sendall(head.encode() + data)
+                    told.answer = ended(client)
+                    return
+            except ConnectionRefusedError:
+                time.sleep(0.02)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    assert asyncio.run(process.serve(sock, engine, process.Listening(drain_s=5))) == 1
+    asker.join()
+    assert "503" in told.answer
+    assert "failed 3 times in a row: RuntimeError: out of luck; restart it" in told.answer
+    assert "pagedkv: error: the engine failed 3 times in a row" in capsys.readouterr().err
