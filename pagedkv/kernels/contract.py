@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
     dtypes:      torch's names; "" for the dtype of the table's first tensor
     sizes:       the size of each dim
-    name:        what callers call the field; "" if they call it so
+    name:        the name that callers know; "" for that of the field
     is_optional: it may be None
     has_rows:    its last dim is contiguous
     is_written:  no two of its elements share memory
@@ -109,7 +109,7 @@ def keep(rules: Iterable[Rule], tensors: dict[str, Any], **sizes: int) -> dict[s
     """Return the size of each letter. Raise InvalidRequest for the first tensor that breaks its rule.
 
     tensors: by field
-    sizes:   those that the layer sets
+    sizes:   the letters that the layer sets
     """
     first = ""
     for rule in rules:

@@ -59,7 +59,7 @@ FAULTS = (
         "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
     ),
     Fault(
-        "a table of fewer rows than sequences is refused: nobody asks",
+        "a table of fewer rows than sequences is refused: its rows are not counted",
         "checks.py",
         '    if call.rows is None and sizes["A"] < sizes["B"]:\n',
         "    if False:\n",
@@ -122,7 +122,7 @@ FAULTS = (
         "cuda/test_launch.py::test_the_worse_aligned_of_both_pools_decides_the_bytes_of_a_copy",
     ),
     Fault(
-        "launches follow from all strides: those of `out` are left out of the key",
+        "launches follow from all strides: the strides of `out` are left out of the key",
         "cuda/attention.py",
         "q.stride(), out.stride(), table.stride()",
         "q.stride(), table.stride()",

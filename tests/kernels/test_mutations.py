@@ -30,5 +30,5 @@ def test_a_seeded_fault_is_caught(number: int) -> None:
         cwd=ROOT, env=os.environ | {VARIABLE: str(number)}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     if "skipped" in run.stdout and run.returncode == 0:
-        pytest.skip("what the proof needs is not installed")
+        pytest.skip("a package that the proof needs is not installed")
     assert run.returncode == 1, f"not caught, or not even run:\n{run.stdout[-3000:]}"

@@ -95,7 +95,7 @@ def copy() -> None:
 
 def merge(dtype: torch.dtype, dim: int) -> None:
     from pagedkv import merge_states
-    from tests.kernels.test_merge import States, keep_the_contract, states, strided
+    from tests.kernels.partition.test_merge import States, keep_the_contract, states, strided
 
     a, lse_a, b, lse_b = states((5, 3, dim), dtype)
     packed = (a, lse_a, b, lse_b)
