@@ -71,7 +71,7 @@ def warm_up_frame_pool() -> None:
 
 
 def warm_up_step() -> None:
-    """Call the compiled functions that a step calls: open, plan, commit, abort, fork and release.
+    """Call the compiled functions that a step calls: awaited, open, plan, commit, abort, fork and release.
 
     The first time on a machine, other processes compile them, see begin_warm_up. This process compiles what they could
     not. It waits for nothing while the functions run uncompiled.
@@ -83,6 +83,7 @@ def warm_up_step() -> None:
     mm = MemoryManager(num_frames=8, block_size=2)
     parent = mm.open([1])
     mm.commit(mm.plan([parent], [3]), [1, 2, 3])
+    mm.awaited([1, 2, 3])
     mm.abort(mm.plan([parent], [1]))
     parent.fork().release()
     parent.release()
