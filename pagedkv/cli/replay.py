@@ -18,7 +18,6 @@ from pagedkv.core.policies import POLICIES
 from pagedkv.core.replay import BELADY, BLOCK_TOKENS, read_trace, replay, unbounded
 from pagedkv.errors import InvalidRequest
 
-_STYLES: Final = {BELADY: "--"}
 EVERY: Final = (*POLICIES, BELADY)
 """The policies that `--policy all` stands for."""
 
@@ -77,17 +76,15 @@ def _print(rows: list[dict[str, Any]], num_requests: int) -> None:
         caption=f"{num_requests:,} requests, {rows[0]['blocks']:,} blocks of {BLOCK_TOKENS} tokens",
         caption_justify="left",
     )
-    has_tier = any(row["tier_frames"] for row in rows)
-    below = ("below", "from there") if has_tier else ()
-    for name in ("frames", *below[:1], "policy", "hit rate", *below[1:], "last half", "evictions"):
+    heads = "frames", "policy", "hit rate", "last half", "evictions"
+    below = ("below", "from there") if any(row["tier_frames"] for row in rows) else ()
+    for name in (*heads, *below):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in rows:
-        cells = [f"{row['num_frames']:,}", row["policy"], f"{row['hit_rate']:.3f}"]
-        if has_tier:
-            cells.insert(1, f"{row['tier_frames']:,}")
-            cells.append(f"{row['loaded'] / max(1, row['blocks']):.3f}")
         evictions = "" if row["evictions"] is None else f"{row['evictions']:,}"
-        table.add_row(*cells, f"{row['hit_rate_last_half']:.3f}", evictions)
+        rates = f"{row['hit_rate']:.3f}", f"{row['hit_rate_last_half']:.3f}"
+        of_tier = f"{row['tier_frames']:,}", f"{row['loaded'] / max(1, row['blocks']):.3f}"
+        table.add_row(f"{row['num_frames']:,}", row["policy"], *rates, evictions, *of_tier[: len(below)])
     Console(highlight=False).print(table)
 
 
@@ -96,16 +93,9 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
-        size = max(2, 10 - number)  # the first line is the widest, so that equal lines stay visible
         points = [(row["num_frames"], row["hit_rate"]) for row in rows if row["policy"] == policy]
-        axes.plot(
-            *zip(*points, strict=True),
-            marker="o",
-            markersize=size,
-            linewidth=size / 3,
-            linestyle=_STYLES.get(policy, "-"),
-            label=policy,
-        )
+        width = max(1, 4 - number)  # the first line is the widest, so that equal lines stay visible
+        axes.plot(*zip(*points, strict=True), marker="o", linewidth=width, label=policy)
     axes.set(xscale="log", xlabel=f"frames of {BLOCK_TOKENS} tokens", ylabel="hit rate", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)
