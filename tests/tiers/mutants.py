@@ -1,41 +1,10 @@
-"""Seeded faults: each is a file of pagedkv/tiers with a mistake that it once had.
-
-A fault replaces a text that must occur exactly once. If a line is rewritten, the fault is seeded in the new line. This
-file is also a plugin of pytest: with the number of a fault in PAGEDKV_TIER_FAULT, the import of its file finds the
-fault.
-"""
+"""Seeded faults of pagedkv/tiers; tests/mutants.py says what a fault is, and how to run this table."""
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import os
-import sys
-from pathlib import Path
-from types import CodeType
-from typing import Any, NamedTuple
+from tests.mutants import Fault
 
-FOLDER = Path(__file__).parents[2] / "pagedkv" / "tiers"
-VARIABLE = "PAGEDKV_TIER_FAULT"
-
-
-class Fault(NamedTuple):
-    """`old` replaced by `new` in a file. law: how the fault breaks it. proof: the test that catches it."""
-
-    law: str
-    file: str
-    old: str
-    new: str
-    proof: str
-
-    def seeded(self) -> str:
-        """Return the text of the file with the fault in it."""
-        text = (FOLDER / self.file).read_text(encoding="utf-8")
-        assert text.count(self.old) == 1, f"{self.law}: {self.old!r} is not once in {self.file}; seed it again"
-        return text.replace(self.old, self.new)
-
-
+FOLDER = "pagedkv/tiers"
 FAULTS = (
     Fault(
         "a frame that is reused while it is stored is not kept: it is",
@@ -193,24 +162,3 @@ FAULTS = (
         "trust/test_urls.py::test_an_exception_of_a_client_is_told_without_the_secrets_of_its_url",
     ),
 )
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the text with the fault. Bytecode that was kept is not read."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(FAULTS[int(os.environ[VARIABLE])].seeded(), self.path, "exec")
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        file = FAULTS[int(os.environ[VARIABLE])].file
-        if fullname != "pagedkv.tiers." + file.removesuffix(".py").replace("/", "."):
-            return None
-        return importlib.util.spec_from_file_location(
-            fullname, FOLDER / file, loader=_Loader(fullname, str(FOLDER / file))
-        )
-
-
-if VARIABLE in os.environ:
-    sys.meta_path.insert(0, _Finder())

@@ -241,7 +241,7 @@ def test_a_load_that_hangs_ends_at_its_deadline_and_its_frames_wait_for_it() -> 
     cache = world.cache
     fetch = cache.fetch(IDS, timeout=1)
     assert not fetch.wait(0.02)
-    assert fetch.wait(20)  # `may_load` is set after 30
+    assert fetch.wait(20)  # the load goes on
     assert (fetch.tokens, cache.stats().mapped) == (0, PAGES)  # the tier may still write there
     world.run(list(range(100, 140)))  # others go on
     tier.may_load.set()
@@ -274,7 +274,7 @@ def test_waits_for_a_tier_that_hangs_end() -> None:
     assert not world.cache.tiers.quiesce(0.05)
     world.cache.forget()
     assert not world.cache.tiers.close(0.05)
-    assert time.monotonic() - began < 3 * tier.CLOSING < 30  # the load hangs for 30 s
+    assert time.monotonic() - began < 3 * tier.CLOSING  # the load hangs for longer
     stubborn.may_load.set()
 
 
