@@ -22,7 +22,7 @@ from pagedkv.cli import options
 from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs import prompts
-from pagedkv.cli.options import Command, command
+from pagedkv.cli.options import command
 from pagedkv.errors import InvalidRequest, PagedKVError
 
 app: Final = typer.Typer(
@@ -84,7 +84,7 @@ def fit(fitting: options.Fitting, geometry: options.Geometry, stored: options.St
     run(fitting, geometry, stored)
 
 
-@app.command(cls=Command, epilog="Example: pagedkv doctor")
+@app.command(epilog="Example: pagedkv doctor")
 def doctor() -> None:
     """Show which kernels can run here and why the others cannot, and what this machine has."""
     from pagedkv.cli.doctor import run  # torch
@@ -92,7 +92,7 @@ def doctor() -> None:
     run()
 
 
-@app.command(cls=Command, epilog="Example: pagedkv warm")
+@app.command(epilog="Example: pagedkv warm")
 def warm() -> None:
     """Compile everything that is compiled at first use (about a minute, once), for an image or before a server."""
     from pagedkv.cli.warm import run  # torch
@@ -111,8 +111,7 @@ def replay_trace(replaying: options.Replaying) -> None:
 
 
 app.add_typer(benchmarks, name="bench")
-for each in benchmarks.registered_commands:
-    each.cls = Command
+options.show_flags_alone(app, benchmarks)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from pagedkv.cli.inputs import shaping
 from pagedkv.engine.checkpoint import hub
@@ -282,16 +282,31 @@ class Replaying:
 # --- commands ---
 
 
-class Command(TyperCommand):
-    """A command of which --help has no word for the value of a flag, which takes none."""
+class _Help:
+    """A command or a group of which --help has no word for the value of a flag, which takes none."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, and --help."""
-        params = super().get_params(ctx)
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
             if getattr(each, "is_flag", False):
                 each.metavar = ""
         return params
+
+
+class _Command(_Help, TyperCommand):
+    pass
+
+
+class _Group(_Help, TyperGroup):
+    pass
+
+
+def show_flags_alone(*apps: typer.Typer) -> None:
+    """Let --help of all commands of `apps` show flags without a word for a value."""
+    for app in apps:
+        app.info.cls = _Group
+        for each in app.registered_commands:
+            each.cls = _Command
 
 
 def command(app: typer.Typer, example: str, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -317,7 +332,7 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
                 )
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__name__, run.__doc__, run.__annotations__ = function.__name__, function.__doc__, hints
-        app.command(name, epilog=f"Example: {example}", cls=Command)(run)
+        app.command(name, epilog=f"Example: {example}")(run)
         return function
 
     return add

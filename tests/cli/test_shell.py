@@ -18,7 +18,7 @@ from pagedkv.kernels import registry
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["generate", "serve", "fit", "doctor", "warm", "replay", "bench manager"])
+@pytest.mark.parametrize("name", ["generate", "serve", "fit", "doctor", "warm", "replay", "bench manager", "bench"])
 def test_help_shows_no_value_of_a_flag_and_ends_with_an_example(command, name):
     status, out, err = command(*name.split(), "--help")
     assert (status, err) == (0, "")

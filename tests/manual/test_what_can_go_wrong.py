@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/what-can-go-wrong.md"
 
 def test_the_figures_of_the_page_are_those_of_the_tests() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    numbers = {4: "four"}
+    numbers = {3: "three", 4: "four"}
     for claim in (
         f"every instruction of {len(CALLS)} calls of the manager, for {numbers[len(MANAGERS)]} kinds of managers",
         f"{len(hostile.CHECKPOINTS)} damaged checkpoints, {len(hostile.TEMPLATES)} hostile templates and "
