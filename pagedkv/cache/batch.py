@@ -2,7 +2,7 @@
 
     groups     plan() returns    batch[layer]                      the batch itself
     one        PlannedBatch      the batch itself                  is a PagedBatch: the kernels take it
-    several    GroupedBatch      PagedBatch of the layer's group   has no slots, rows, block_table: kernels refuse it
+    several    _GroupedBatch     PagedBatch of the layer's group   has no slots, rows, block_table: kernels refuse it
 
 So `batch[layer]`, beside `cache[layer]`, is right for every cache. This file knows plans and tensors; it must not know
 rules of core.
@@ -65,7 +65,7 @@ class PlannedBatch(PagedBatch):
 
     def __repr__(self) -> str:
         sizes = f"{len(self.plan.rows)} sequences, {self.plan.num_tokens} new tokens, {len(self.plan.splits)} copies"
-        return f"{type(self).__name__}({sizes})"
+        return f"PlannedBatch({sizes})"
 
 
 class NoSuchLayer(InvalidRequest, IndexError):
@@ -75,11 +75,11 @@ class NoSuchLayer(InvalidRequest, IndexError):
         super().__init__(f"{name}[{layer}] of a model of {num_layers} layers; give 0 to {num_layers - 1}")
 
 
-class DiffersByGroup(InvalidRequest, AttributeError):
-    """Raised for a tensor that a GroupedBatch has once for each group. An AttributeError, so `hasattr` says False."""
+class _DiffersByGroup(InvalidRequest, AttributeError):
+    """Raised for a tensor that a _GroupedBatch has once for each group. An AttributeError, so `hasattr` says False."""
 
 
-class GroupedBatch(PlannedBatch):
+class _GroupedBatch(PlannedBatch):
     """The PlannedBatch of several layer groups. `batch[layer]` has the slots, rows and tables of the layer's group.
 
     Lengths and positions are equal in all groups and can be read here. `slots`, `rows` and `block_table` raise
@@ -110,9 +110,9 @@ class GroupedBatch(PlannedBatch):
         except IndexError:
             raise NoSuchLayer("batch", layer, self.num_layers) from None
 
-    def padded(self, mask: torch.Tensor) -> GroupedBatch:
+    def padded(self, mask: torch.Tensor) -> _GroupedBatch:
         """Return the batch of the same plan for padded tensors, see PagedBatch.padded."""
-        return GroupedBatch(self.plan, tuple(group.padded(mask) for group in self._groups), self._layer_groups)
+        return _GroupedBatch(self.plan, tuple(group.padded(mask) for group in self._groups), self._layer_groups)
 
     @property
     def slots(self) -> NoReturn:  # type: ignore[override]
@@ -130,7 +130,7 @@ class GroupedBatch(PlannedBatch):
         self._refuse("block_table")
 
     def _refuse(self, name: str) -> NoReturn:
-        raise DiffersByGroup(
+        raise _DiffersByGroup(
             f"batch.{name} is asked of a batch of {len(self._groups)} layer groups, each of which has its own; "
             "give the kernels batch[layer], beside cache[layer]"
         )
@@ -149,7 +149,7 @@ def planned_batch(
     """
     numbers = range(len(plan.group_slots))
     if into is not None:
-        tables, rows = zip(*(table_and_rows(plan, mirror, block_size, group) for group in numbers), strict=True)
+        tables, rows = zip(*(_table_and_rows(plan, mirror, block_size, group) for group in numbers), strict=True)
         groups = into.fill(plan, tables, rows)
     else:
         groups = [
@@ -157,10 +157,10 @@ def planned_batch(
         ]
     if len(groups) == 1:
         return PlannedBatch(**groups[0], plan=plan, num_layers=len(layer_groups))
-    return GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups)
+    return _GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups)
 
 
-def table_and_rows(
+def _table_and_rows(
     plan: Plan, mirror: DeviceMirror | None, block_size: int, group: int
 ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
     """Return the page tables of a layer group on the mirror's device, and the rows of the plan's sequences in them."""
@@ -191,7 +191,7 @@ def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
 def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
     """Return these fields on the mirror's device: one transfer of small arrays, one of table entries."""
     host = on_cpu(plan, group)
-    table, rows = table_and_rows(plan, mirror, block_size, group)
+    table, rows = _table_and_rows(plan, mirror, block_size, group)
     host["rows"] = torch.from_numpy(rows)
     names = ("slots", "positions", "seq_lens", "cu_seqlens_q", "rows")  # 8-byte elements first: each part is aligned
     packed = torch.from_numpy(np.concatenate([host[name].numpy().view(np.uint8) for name in names]))

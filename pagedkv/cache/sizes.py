@@ -44,11 +44,11 @@ def pool_sizes(
     if num_frames is not None or memory is not None:
         frames = whole(num_frames if memory is None else largest.frames_in(memory), "num_frames", 1, 2**31)
         return frames, frames
-    most = min(largest.frames_in(memory_for_a_pool(device)), 2**31 - 1)
+    most = min(largest.frames_in(_memory_for_a_pool(device)), 2**31 - 1)
     return (most if device.type == "cpu" else max(1, most // FIRST_SHARE)), most
 
 
-def memory_for_a_pool(device: torch.device) -> int:
+def _memory_for_a_pool(device: torch.device) -> int:
     """Return the bytes that a pool without a given size may take: a share of the available memory of `device`."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -23,7 +23,7 @@ MOST = 64
 @pytest.fixture
 def growing(monkeypatch: pytest.MonkeyPatch) -> PagedKVCache:
     """Return a cache as on a GPU: it begins with an eighth of what it may grow to."""
-    monkeypatch.setattr(sizes, "memory_for_a_pool", lambda device: MOST * SPEC.frame_bytes)
+    monkeypatch.setattr(sizes, "_memory_for_a_pool", lambda device: MOST * SPEC.frame_bytes)
     monkeypatch.setattr(sizes, "pool_sizes", lambda *args, old=sizes.pool_sizes: old(*args[:3], torch.device("meta")))
     cache = PagedKVCache(SPEC)
     assert (cache.num_frames, cache.limit) == (MOST // 8, MOST)
@@ -123,7 +123,7 @@ def test_a_cache_without_a_size_holds_half_of_the_memory_that_is_available(monke
     with pytest.raises(InvalidRequest, match="holds no frame"):
         PagedKVCache(SPEC)
     monkeypatch.undo()
-    assert 2**27 < sizes.memory_for_a_pool(torch.device("cpu")) < 2**45
+    assert 2**27 < sizes._memory_for_a_pool(torch.device("cpu")) < 2**45
 
 
 @pytest.mark.skipif(not IS_THERE, reason="reads /proc of Linux")

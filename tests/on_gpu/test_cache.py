@@ -124,7 +124,7 @@ def again(cache: PagedKVCache, layers: Layers, spaces: list[AddressSpace]) -> Te
 
 
 def test_a_pool_grows_and_keeps_its_bytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "memory_for_a_pool", lambda device: 64 * SPEC.frame_bytes)
+    monkeypatch.setattr(sizes, "_memory_for_a_pool", lambda device: 64 * SPEC.frame_bytes)
     if device == "cpu":  # as on a GPU
         real = sizes.pool_sizes
         monkeypatch.setattr(sizes, "pool_sizes", lambda *args: real(*args[:3], torch.device("meta")))
