@@ -33,21 +33,21 @@ def _several(metavar: str, words: str, *names: str, **limits: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Printing:
+class _Printing:
     """The form of what is printed."""
 
     as_json: Annotated[bool, option("", "Print a list of objects, no more.", "--json")] = False
 
 
 @dataclass(frozen=True)
-class Recording(Printing):
+class _Recording(_Printing):
     """The file of the rows."""
 
     record: Annotated[Path | None, option("FILE", "Append the rows there, not to bench/results of a checkout.")] = None
 
 
 @dataclass(frozen=True)
-class Showing(Recording):
+class _Showing(_Recording):
     """The output of a run."""
 
     plot: Annotated[Path | None, option("FILE", "Draw the rows of this run: FILE.svg or FILE.png.")] = None
@@ -60,14 +60,14 @@ class Showing(Recording):
 
 
 @dataclass(frozen=True)
-class Size:
+class _Size:
     """The size of a run."""
 
     quick: Annotated[bool, option("", "The cases that show most, in a few minutes.", "--quick")] = False
 
 
 @dataclass(frozen=True)
-class Axes:
+class _Axes:
     """The axes of a grid of cells; without one, the grid is that of the benchmark."""
 
     dtype: Annotated[Texts, _several("NAME", "float32, bfloat16, float16")] = None
@@ -84,7 +84,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Machine:
+class _Machine:
     """The threads and the kernels."""
 
     threads: Annotated[Numbers, _several("N", "As is: 1, and 2 where there are", min=1, max=1024)] = None
@@ -92,7 +92,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Hosting:
+class _Hosting:
     """A benchmark in which models take steps."""
 
     turns: Annotated[int | None, option("N", "Each goes through all variants: 5, or 2 with --quick.", min=1)] = None
@@ -100,14 +100,14 @@ class Hosting:
 
 
 @dataclass(frozen=True)
-class Engines:
+class _Engines:
     """Other engines beside the reference engine."""
 
     peers_python: Annotated[Paths, _several("PYTHON", "One that has OpenVINO GenAI or llama.cpp")] = None
 
 
 @dataclass(frozen=True)
-class Every(Recording):
+class _Every(_Recording):
     """All benchmarks."""
 
     full: Annotated[bool, option("", "Everything, two hours; or the cases that show most.", "--full/--quick")] = False
@@ -115,7 +115,7 @@ class Every(Recording):
 
 
 @dataclass(frozen=True)
-class Managing:
+class _Managing:
     """Cases of the memory manager."""
 
     rounds: Annotated[int | None, option("N", "Each goes through all cases: 50, or 5 with --quick.", min=1)] = None
@@ -125,7 +125,7 @@ class Managing:
 
 
 @dataclass(frozen=True)
-class Attending:
+class _Attending:
     """Cells of attention, and how often they are measured."""
 
     full: Annotated[bool, option("", "The whole grid, half an hour; or two minutes.", "--full/--quick")] = False
@@ -136,7 +136,7 @@ class Attending:
 
 
 @dataclass(frozen=True)
-class Dividing:
+class _Dividing:
     """Requests, and ways to divide the memory among them."""
 
     trace: Annotated[
@@ -148,7 +148,7 @@ class Dividing:
 
 
 @dataclass(frozen=True)
-class Moving:
+class _Moving:
     """Operations that move bytes."""
 
     case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames or linear")] = None
@@ -156,7 +156,7 @@ class Moving:
 
 
 @dataclass(frozen=True)
-class Tiering:
+class _Tiering:
     """Parts of the benchmark of tiers."""
 
     part: Annotated[Texts, _several("NAME", "speed, first-token; all if none")] = None
@@ -166,7 +166,7 @@ class Tiering:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparing(Printing):
+class _Comparing(_Printing):
     """Two files of rows."""
 
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="A file of rows, as bench/results has them.")]
@@ -179,7 +179,7 @@ benchmarks: Final = typer.Typer(add_completion=False)
 
 
 @benchmarks.callback(invoke_without_command=True)
-def bench(context: typer.Context) -> None:
+def _bench(context: typer.Context) -> None:
     """Microbenchmarks of this machine. Compared variants take turns within one run."""
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -224,7 +224,7 @@ def _command(example: str) -> Any:
 
 
 @_command("all --only manager --only attention")
-def bench_all(asked: Every) -> int:
+def _bench_all(asked: _Every) -> int:
     """Every benchmark that can run here, one after the other."""
     from pagedkv.cli.bench.run import every
 
@@ -232,7 +232,7 @@ def bench_all(asked: Every) -> int:
 
 
 @_command("manager --peers-python ~/vllm/bin/python")
-def bench_manager(asked: Managing, size: Size, showing: Showing) -> None:
+def _bench_manager(asked: _Managing, size: _Size, showing: _Showing) -> None:
     """Cost of the memory manager, and of vLLM's, SGLang's and nano-vllm's if installed. A slow result is no error."""
     from pagedkv.bench.manager import runner, scaling  # numba
     from pagedkv.cli.bench.run import run
@@ -244,7 +244,7 @@ def bench_manager(asked: Managing, size: Size, showing: Showing) -> None:
 
 
 @_command("generate --quick --plot steps.svg")
-def bench_generate(asked: Hosting, engines: Engines, size: Size, showing: Showing) -> None:
+def _bench_generate(asked: _Hosting, engines: _Engines, size: _Size, showing: _Showing) -> None:
     """Steps of the reference engine against the speed of memory, other engines beside it. Minutes, 12 GiB."""
     from pagedkv.cli.bench.run import host
 
@@ -257,7 +257,7 @@ def bench_generate(asked: Hosting, engines: Engines, size: Size, showing: Showin
 
 
 @_command("transformers --shape 1x2048")
-def bench_transformers(asked: Hosting, size: Size, showing: Showing) -> None:
+def _bench_transformers(asked: _Hosting, size: _Size, showing: _Showing) -> None:
     """model.generate of transformers with its caches and with pages. Minutes, 6 GiB without --quick."""
     from pagedkv.cli.bench.run import host
 
@@ -265,7 +265,7 @@ def bench_transformers(asked: Hosting, size: Size, showing: Showing) -> None:
 
 
 @_command("vllm --turns 3")
-def bench_vllm(asked: Hosting, size: Size, showing: Showing) -> None:
+def _bench_vllm(asked: _Hosting, size: _Size, showing: _Showing) -> None:
     """A decode step and a prefill of vLLM on a CPU, with its parts and with ours. Minutes, 6 GiB."""
     from pagedkv.cli.bench.run import host
 
@@ -273,7 +273,7 @@ def bench_vllm(asked: Hosting, size: Size, showing: Showing) -> None:
 
 
 @_command("attention --context 4096 --kv int8 --threads 1")
-def bench_attention(asked: Attending, axes: Axes, machine: Machine, showing: Showing) -> None:
+def _bench_attention(asked: _Attending, axes: _Axes, machine: _Machine, showing: _Showing) -> None:
     """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
     if asked.device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"{asked.device!r} is neither cpu nor cuda", param_hint="--device")
@@ -300,7 +300,7 @@ def bench_attention(asked: Attending, axes: Axes, machine: Machine, showing: Sho
 
 
 @_command("fragmentation --quick --workload sharegpt")
-def bench_fragmentation(asked: Dividing, size: Size, showing: Showing) -> None:
+def _bench_fragmentation(asked: _Dividing, size: _Size, showing: _Showing) -> None:
     """Share of the KV memory that holds tokens: our manager, and eight other ways to divide it. Minutes."""
     from pagedkv.bench.fragmentation import runner  # numba
     from pagedkv.cli.bench.run import run
@@ -311,7 +311,7 @@ def bench_fragmentation(asked: Dividing, size: Size, showing: Showing) -> None:
 
 
 @_command("bandwidth --case decode --context 4096")
-def bench_bandwidth(asked: Moving, axes: Axes, machine: Machine, size: Size, showing: Showing) -> None:
+def _bench_bandwidth(asked: _Moving, axes: _Axes, machine: _Machine, size: _Size, showing: _Showing) -> None:
     """The speed of memory by access pattern, and how near to it each operation on the cache comes. Minutes."""
     from pagedkv.bench.bandwidth.runner import KERNELS, Asked, measure  # torch
     from pagedkv.cli.bench.cells import chosen
@@ -327,7 +327,7 @@ def bench_bandwidth(asked: Moving, axes: Axes, machine: Machine, size: Size, sho
 
 
 @_command("tiers --part first-token --context 16384")
-def bench_tiers(asked: Tiering, size: Size, showing: Showing) -> None:
+def _bench_tiers(asked: _Tiering, size: _Size, showing: _Showing) -> None:
     """Speed of host memory and disk, first tokens by the place of the prefix. Minutes, 6 GiB."""
     from pagedkv.bench.tiers import runner  # torch
     from pagedkv.cli.bench.run import run
@@ -338,7 +338,7 @@ def bench_tiers(asked: Tiering, size: Size, showing: Showing) -> None:
 
 
 @_command("compare before.jsonl after.jsonl")
-def bench_compare(asked: Comparing) -> int:
+def _bench_compare(asked: _Comparing) -> int:
     """Two files of rows, cell by cell. Status 1 if a figure of ours fell by more than the noise."""
     from pagedkv.bench.compare import compared, report
     from pagedkv.bench.record import read
