@@ -1,48 +1,10 @@
-"""Seeded faults: each is a file of pagedkv/kernels or triton_kernels with a mistake that it once had, or nearly.
-
-A fault replaces a text that must occur exactly once. If a line is rewritten, the fault is seeded in the new line. This
-file is also a plugin of pytest: with the number of a fault in PAGEDKV_KERNEL_FAULT, the import of its file finds the
-fault. It reaches Python alone: numba and Triton read the sources of their kernels from the disk. The faults of the CUDA
-sources are in cuda/test_faults.py and partition.
-"""
+"""Seeded faults of kernels and of Triton; tests/mutants.py says what a fault is, and how to run this table."""
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import os
-import sys
-from pathlib import Path
-from types import CodeType
-from typing import Any, NamedTuple
+from tests.mutants import Fault
 
-ROOT = Path(__file__).parents[2]
-VARIABLE = "PAGEDKV_KERNEL_FAULT"
-
-
-class Fault(NamedTuple):
-    """`old` replaced by `new` in a file. law: how the fault breaks it. proof: the test that catches it."""
-
-    law: str
-    file: str
-    old: str
-    new: str
-    proof: str
-
-    @property
-    def path(self) -> Path:
-        """The file in the checkout."""
-        folder, _, name = self.file.partition("/")
-        return ROOT / "triton_kernels" / name if folder == "triton" else ROOT / "pagedkv/kernels" / self.file
-
-    def seeded(self) -> str:
-        """Return the text of the file with the fault in it."""
-        text = self.path.read_text(encoding="utf-8")
-        assert text.count(self.old) == 1, f"{self.law}: {self.old!r} is not once in {self.file}; seed it again"
-        return text.replace(self.old, self.new)
-
-
+FOLDER = "pagedkv/kernels"
 FAULTS = (
     Fault(
         "out that shares memory is refused: its elements are not compared",
@@ -151,28 +113,9 @@ FAULTS = (
     ),
     Fault(
         "a window hides what lies before it: only the last tiles of a prefill are masked",
-        "triton/prefill.py",
+        "../../triton_kernels/prefill.py",
         "edges = not (spec.window or (spec.tree and not spec.split))",
         "edges = not (spec.tree and not spec.split)",
         "triton/test_triton.py::test_a_sample_of_the_grid_keeps_the_contract",
     ),
 )
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the text with the fault. Bytecode that was kept is not read."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(FAULTS[int(os.environ[VARIABLE])].seeded(), self.path, "exec")
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        fault = FAULTS[int(os.environ[VARIABLE])]
-        if fullname != "pagedkv.kernels." + fault.file.removesuffix(".py").replace("/", "."):
-            return None
-        return importlib.util.spec_from_file_location(fullname, fault.path, loader=_Loader(fullname, str(fault.path)))
-
-
-if VARIABLE in os.environ:
-    sys.meta_path.insert(0, _Finder())
