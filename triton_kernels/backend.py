@@ -7,7 +7,7 @@ Each kernel finds its own sequences on the GPU; the host knows only bounds. A la
 microseconds; the host leaves it out if the bounds show that it would find none.
 
 Triton launches on the current GPU's stream, whatever GPU the pointers belong to. So each function here makes the GPU of
-its tensors the current one (`on_device_of`).
+its tensors the current one (`_on_device_of`).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
 IS_AMD: Final = torch.version.hip is not None
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which the GPU of `x` is the current one."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return out and lse over the keys of both states."""
-    with on_device_of(out_a):
+    with _on_device_of(out_a):
         return merge.merge_states(out_a, lse_a, out_b, lse_b)
 
 
 def write_kv(call: WriteCall) -> None:
     """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
-    with on_device_of(call.k):
+    with _on_device_of(call.k):
         write.write_kv(call)
 
 
 def gather_kv(call: GatherCall) -> None:
     """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
-    with on_device_of(call.k_out):
+    with _on_device_of(call.k_out):
         gather.gather_kv(call)
 
 
@@ -60,7 +60,7 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
 
     Modifies: the destination frames.
     """
-    with on_device_of(storage):
+    with _on_device_of(storage):
         copy.copy_frames(storage, copies)
 
 
@@ -69,7 +69,7 @@ def paged_attention(call: AttentionCall) -> None:
     if not call.max_seqlen_q or not call.seq_lens.shape[0] or not call.q.shape[0]:
         return
     few = decode.most_queries(call)
-    with on_device_of(call.q):
+    with _on_device_of(call.q):
         if call.max_seqlen_q <= few:
             decode.paged_decode(call)
         elif call.seq_lens.shape[0] == 1 and call.split_tokens is None:
@@ -84,25 +84,25 @@ def attend_only(call: AttentionCall, only: Tensor) -> None:
 
     Modifies: their rows of call.out and call.lse.
     """
-    with on_device_of(call.q):
+    with _on_device_of(call.q):
         prefill.paged_prefill(call, decoded=0, only=only)
 
 
 def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
     """Return the tables of the sequences without holes, and what is known of each sequence. See gather.py."""
-    with on_device_of(call.q):
+    with _on_device_of(call.q):
         return gather.present(call, prefix)
 
 
 def starts_of(lens: Tensor) -> tuple[Tensor, Tensor]:
     """Return where each sequence of `lens` tokens begins in packed rows, and the end: int64 and int32 [B + 1]."""
-    with on_device_of(lens):
+    with _on_device_of(lens):
         return gather.starts_of(lens)
 
 
 def store_states(call: AttentionCall, states: Sequence[tuple[Tensor, Tensor]], lens: Tensor, doubtful: Tensor) -> None:
     """Store the state over the keys of one or two states. Modifies: call.out, call.lse, doubtful. See merge.py."""
-    with on_device_of(call.q):
+    with _on_device_of(call.q):
         merge.store_states(call, states, lens, doubtful)
 
 

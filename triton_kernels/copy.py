@@ -27,7 +27,7 @@ BLOCK = 8192
 
 
 @triton.jit
-def copy_kernel(
+def _copy_kernel(
     pool, scratch, copies, num_frames, copy_stride, frame_stride, count,
     OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
     count = words.shape[1]
     scratch = words.new_empty((len(copies), count))
     for out, column in ((True, copies[:, 0]), (False, copies[:, 1])):
-        copy_kernel[(len(copies) * triton.cdiv(count, BLOCK),)](
+        _copy_kernel[(len(copies) * triton.cdiv(count, BLOCK),)](
             words, scratch, column, len(words), copies.stride(0), words.stride(0), count, OUT=out, BLOCK=BLOCK
         )
     return None

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 # do_not_specialize: these numbers change from step to step
 @triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence", "tree", "tree_stride"])
-def decode_kernel(
+def _decode_kernel(
     q, out, lse, part_out, part_lse, pool, tables, rules, strides,
     num_sequences, max_queries, unit, units_per_sequence, tree, tree_stride,
     SPEC: tl.constexpr, BATCH: tl.constexpr,
@@ -111,7 +111,7 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence", "programs", "num_rows"])
-def merge_kernel(
+def _merge_kernel(
     out, lse, part_out, part_lse, tables, rules, strides,
     num_sequences, max_queries, unit, units_per_sequence, programs, num_rows,
     SPEC: tl.constexpr, BATCH: tl.constexpr, WIDTH: tl.constexpr,
@@ -152,14 +152,14 @@ MOST_DRAFTS = 16
 """The most new tokens of a sequence that decode serves; fewer with many heads, so that they fit a tile."""
 
 
-def tuned_for(call: AttentionCall, kernel: str = "decode") -> Tuning:
+def _tuned_for(call: AttentionCall, kernel: str = "decode") -> Tuning:
     """Return the tuning for `call`; it depends on the device and the heads, never on the batch."""
     return tuning(kernel, target(call.q.device), head_bytes(call), max(call.q.shape[2], call.out.shape[2]))
 
 
 def most_queries(call: AttentionCall) -> int:
     """Return the most new tokens with which a sequence of `call` is decoded."""
-    return max(1, min(MOST_DRAFTS, tuned_for(call).M // (call.q.shape[1] // call.k.shape[2])))
+    return max(1, min(MOST_DRAFTS, _tuned_for(call).M // (call.q.shape[1] // call.k.shape[2])))
 
 
 def paged_decode(call: AttentionCall) -> None:
@@ -182,11 +182,11 @@ def paged_decode(call: AttentionCall) -> None:
 def _decode(call: AttentionCall, above: int, max_queries: int) -> None:
     """Compute attention for the sequences with more than `above` new tokens and at most `max_queries`."""
     B, K, Dv = call.seq_lens.shape[0], call.k.shape[2], call.out.shape[2]
-    tuned = tuned_for(call)
+    tuned = _tuned_for(call)
     rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
     M = max(16, min(tuned.M, rows))
     if M == 16:
-        tuned = tuned_for(call, "decode_16")
+        tuned = _tuned_for(call, "decode_16")
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
     spec = replace(spec, mixed=max_queries > 1 or spec.tree, above=above)
     many_warps = M == 64 or (M == 32 and spec.dtype == tl.float32)  # with fewer warps, accumulators would spill
@@ -200,12 +200,12 @@ def _decode(call: AttentionCall, above: int, max_queries: int) -> None:
     tuples = tables_of(call), rules_of(call), strides_of(call)
     max_queries = min(max_queries, call.max_seqlen_q)  # merged, and never the size of a tile
     sizes, constants = (B, max_queries, unit, units_per_sequence), {"SPEC": spec, "BATCH": triton.next_power_of_2(B)}
-    decode_kernel[programs, heads](
+    _decode_kernel[programs, heads](
         call.q, call.out, call.lse, part_out, part_lse, pool_of(call), *tuples, *sizes,
         *mask_of(call), **constants, num_warps=8 if many_warps else tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if slots:
-        merge_kernel[B * max_queries, call.q.shape[1]](
+        _merge_kernel[B * max_queries, call.q.shape[1]](
             call.out, call.lse, part_out, part_lse, *tuples, *sizes, programs, heads * spec.M,
             **constants, WIDTH=triton.next_power_of_2(Dv), num_warps=4,
         )  # fmt: skip

@@ -84,7 +84,7 @@ def product(a, b, acc, SPEC: tl.constexpr):
 
 
 @triton.jit
-def element(x, SPEC: tl.constexpr):
+def _element(x, SPEC: tl.constexpr):
     """Return stored `x` as operands (interpreter: float32), too small by `Specialisation.factor`."""
     TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.operand
     if SPEC.kind == "e4m3":
@@ -97,12 +97,12 @@ def element(x, SPEC: tl.constexpr):
     elif SPEC.kind == "e5m2":
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(TO)
     elif SPEC.kind == "int8":
-        x = small_integer(x, 0x80, 128, TO)
+        x = _small_integer(x, 0x80, 128, TO)
     return x
 
 
 @triton.jit
-def small_integer(x, FLIP: tl.constexpr, BIAS: tl.constexpr, TO: tl.constexpr):
+def _small_integer(x, FLIP: tl.constexpr, BIAS: tl.constexpr, TO: tl.constexpr):
     """Return (x ^ FLIP) - BIAS of byte `x` as TO.
 
     Float16 1024 + x ends with the bits of x; a conversion of integers would be slow.
@@ -115,7 +115,7 @@ def small_integer(x, FLIP: tl.constexpr, BIAS: tl.constexpr, TO: tl.constexpr):
 
 
 @triton.jit
-def columns(x, row, present, FROM: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr):
+def _columns(x, row, present, FROM: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr):
     """Return x[row, FROM : FROM + WIDTH]; rows not `present` and columns past LIMIT are not read and give zeros."""
     c = FROM + tl.arange(0, WIDTH)
     mask = present[:, None]
@@ -130,15 +130,15 @@ def parts(x, row, present, W0: tl.constexpr, W1: tl.constexpr, LIMIT: tl.constex
 
     LIMIT: the elements of a head in memory.
     """
-    stored = columns(x, row, present, 0, W0, LIMIT)
+    stored = _columns(x, row, present, 0, W0, LIMIT)
     if SPEC.kind == "int4":
         TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.operand
-        first, second = small_integer(stored & 15, 0, 8, TO), small_integer(stored >> 4, 0, 8, TO)
+        first, second = _small_integer(stored & 15, 0, 8, TO), _small_integer(stored >> 4, 0, 8, TO)
     else:
-        first = element(stored, SPEC)
+        first = _element(stored, SPEC)
         second = first
         if W1 > 0:
-            second = element(columns(x, row, present, W0, W1, LIMIT), SPEC)
+            second = _element(_columns(x, row, present, W0, W1, LIMIT), SPEC)
     return first, second
 
 

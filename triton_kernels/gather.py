@@ -12,7 +12,7 @@ Tuned     not on any GPU yet.
 
 8-bit floats become fp16 by shifts, which every GPU can do; e4m3 then has an exponent that is too small by 8.
 
-`present_kernel` has one program for each sequence. It reads the table once, BLOCK entries at a time, and stores entry
+`_present_kernel` has one program for each sequence. It reads the table once, BLOCK entries at a time, and stores entry
 by entry where a prefix sum of the pages that are there says: 8 bytes a page.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def value_of(x, KIND: tl.constexpr):
+def _value_of(x, KIND: tl.constexpr):
     """Return stored `x` as float32; of int4, the low nibble."""
     if KIND == "e4m3":
         wide = x.to(tl.uint16)
@@ -54,7 +54,7 @@ def value_of(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def copy_vectors(
+def _copy_vectors(
     pool, at, held, ok, scale, scale_at, out, to, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -70,9 +70,9 @@ def copy_vectors(
         factor = tl.load(scale + scale_at, mask=held, other=0.0)
     by = tl.broadcast_to(factor[:, None], stored.shape)
     TO: tl.constexpr = out.dtype.element_ty
-    value = tl.where(held[:, None], value_of(stored, KIND) * by, 0.0)
+    value = tl.where(held[:, None], _value_of(stored, KIND) * by, 0.0)
     if KIND == "int4":
-        odd = tl.where(held[:, None], value_of(stored >> 4, KIND) * by, 0.0)
+        odd = tl.where(held[:, None], _value_of(stored >> 4, KIND) * by, 0.0)
         tl.store(out + to[:, None] + 2 * c[None, :], rounded(value, TO), mask=mask)
         tl.store(out + to[:, None] + 2 * c[None, :] + 1, rounded(odd, TO), mask=mask)
     else:
@@ -80,7 +80,7 @@ def copy_vectors(
 
 
 @triton.jit
-def gather_kernel(
+def _gather_kernel(
     k, v, k_scale, v_scale, block_table, rows, seq_lens, first, starts, k_out, v_out, K, B, steps, padded_rows,
     k_frame, k_slot, k_head, v_frame, v_slot, v_head, ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
     table_row, rows_stride, ko_sequence, ko_row, ko_head, vo_sequence, vo_row, vo_head,
@@ -108,12 +108,12 @@ def gather_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     ok, at = head < K, position % S
     held = ok & (frame + 0 * head >= 0)  # a mask of one scalar and of a tensor is more than the interpreter takes
-    copy_vectors(
+    _copy_vectors(
         k, frame * k_frame + at * k_slot + head * k_head, held, ok,
         k_scale, frame * ks_frame + at * ks_slot + head * ks_head,
         k_out, sequence * ko_sequence + out_row * ko_row + head * ko_head, D, KW, KIND, K_SCALE,
     )  # fmt: skip
-    copy_vectors(
+    _copy_vectors(
         v, frame * v_frame + at * v_slot + head * v_head, held, ok,
         v_scale, frame * vs_frame + at * vs_slot + head * vs_head,
         v_out, sequence * vo_sequence + out_row * vo_row + head * vo_head, Dv, VW, KIND, V_SCALE,
@@ -131,7 +131,7 @@ def gather_kv(call: GatherCall) -> None:
     scales = (x.k_scale, x.v_scale)
     widths = [triton.next_power_of_2(max(1, pool.shape[3])) for pool in (x.k, x.v)]
     out_strides = [(0,) * packed + out.stride()[:-1] for out in (call.k_out, call.v_out)]
-    gather_kernel[rows, triton.cdiv(K, heads)](
+    _gather_kernel[rows, triton.cdiv(K, heads)](
         as_stored(x.k), as_stored(x.v), *scales, x.block_table, x.rows, x.seq_lens, x.first, call.starts,
         call.k_out, call.v_out, K, B, B.bit_length(), 1 if packed else call.k_out.shape[1],
         *x.k.stride()[:3], *x.v.stride()[:3], *(stride for scale in scales for stride in scale_strides(scale)),
@@ -144,7 +144,7 @@ def gather_kv(call: GatherCall) -> None:
 
 # do_not_specialize: these numbers change from step to step
 @triton.jit(do_not_specialize=["pages", "M", "prefix"])
-def present_kernel(
+def _present_kernel(
     block_table, rows, seq_lens, cu_seqlens_q, table, found, table_row, rows_stride, pages, M, prefix,
     S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
     B, S = call.seq_lens.shape[0], call.k.shape[1]
     pages = min(call.block_table.shape[1], -(-call.max_seqlen_k // S))
     table, found = call.seq_lens.new_empty(B, pages), call.seq_lens.new_empty(3, B)
-    present_kernel[B,](
+    _present_kernel[B,](
         call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, table, found, call.block_table.stride(0),
         0 if call.rows is None else call.rows.stride(0), pages, call.max_seqlen_q, -1 if prefix is None else prefix,
         S=S, BLOCK=1024, num_warps=4,
@@ -195,7 +195,7 @@ def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["B"])
-def starts_kernel(lens, wide, narrow, B, BLOCK: tl.constexpr):
+def _starts_kernel(lens, wide, narrow, B, BLOCK: tl.constexpr):
     """One program: the sums of the lengths before each sequence, and of all, as int64 and int32."""
     tl.store(wide, 0)
     tl.store(narrow, 0)
@@ -213,5 +213,5 @@ def starts_of(lens: Tensor) -> tuple[Tensor, Tensor]:
     """Return where each sequence of `lens` tokens begins in packed rows, and the end: int64 and int32 [B + 1]."""
     B = lens.shape[0]
     wide, narrow = lens.new_empty(B + 1, dtype=torch.int64), lens.new_empty(B + 1)
-    starts_kernel[1,](lens, wide, narrow, B, BLOCK=256, num_warps=4)
+    _starts_kernel[1,](lens, wide, narrow, B, BLOCK=256, num_warps=4)
     return wide, narrow

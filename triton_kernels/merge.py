@@ -66,7 +66,7 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
 
 
 @triton.jit
-def merged_rows(x, a, y, b):
+def _merged_rows(x, a, y, b):
     """Return rows and LSEs over the keys of both: x, y [WIDTH] or [N, WIDTH], a, b [] or [N], natural LSEs."""
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -82,7 +82,7 @@ def merged_rows(x, a, y, b):
 
 
 @triton.jit
-def merge_states_kernel(
+def _merge_states_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, a_token, a_head, b_token, b_head, la_token, la_head, lb_token, lb_head, H,
     Dv: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +92,7 @@ def merge_states_kernel(
     a, b = tl.load(lse_a + token * la_token + h * la_head), tl.load(lse_b + token * lb_token + h * lb_head)
     x = number(tl.load(out_a + token * a_token + h * a_head + c, mask=c < Dv, other=0.0)).to(tl.float32)
     y = number(tl.load(out_b + token * b_token + h * b_head + c, mask=c < Dv, other=0.0)).to(tl.float32)
-    merged, merged_lse = merged_rows(x, a, y, b)
+    merged, merged_lse = _merged_rows(x, a, y, b)
     tl.store(out + (token * H + h) * Dv + c, rounded(merged, out.dtype.element_ty), mask=c < Dv)
     tl.store(lse + token * H + h, merged_lse)
 
@@ -105,12 +105,12 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     if T and H:
         strides = (*out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride())
         width = triton.next_power_of_2(Dv)
-        merge_states_kernel[T, H](out_a, lse_a, out_b, lse_b, out, lse, *strides, H, Dv=Dv, WIDTH=width, num_warps=1)
+        _merge_states_kernel[T, H](out_a, lse_a, out_b, lse_b, out, lse, *strides, H, Dv=Dv, WIDTH=width, num_warps=1)
     return out, lse
 
 
 @triton.jit
-def rows_at(out, lse, strides, part, row, head, ok, Dv: tl.constexpr, WIDTH: tl.constexpr):
+def _rows_at(out, lse, strides, part, row, head, ok, Dv: tl.constexpr, WIDTH: tl.constexpr):
     """Return rows [HEADS, WIDTH] and LSEs [HEADS] of one token of a state, both float32."""
     c = tl.arange(0, WIDTH)
     at = part * strides[0] + row * strides[1] + head * strides[2]
@@ -120,14 +120,14 @@ def rows_at(out, lse, strides, part, row, head, ok, Dv: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def not_finite(x, log):
+def _not_finite(x, log):
     """Return how many elements of each row of x [N, WIDTH] are not finite; 0 where log [N] is -inf: no key was seen."""
     found = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 1)
     return tl.where(log == float("-inf"), 0, x.shape[1] - found)
 
 
 @triton.jit(do_not_specialize=["B", "steps", "length"])
-def store_states_kernel(
+def _store_states_kernel(
     out_a, lse_a, a_strides, out_b, lse_b, b_strides, out, lse, cu_seqlens_q, lens, doubtful, H, B, steps, length,
     out_token, out_head, lse_token, Dv: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -140,16 +140,16 @@ def store_states_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     ok = head < H
     wide, part, row = head.to(tl.int64), (token // length).to(tl.int64), (token % length).to(tl.int64)
-    value, log = rows_at(out_a, lse_a, a_strides, part, row, wide, ok, Dv, WIDTH)
+    value, log = _rows_at(out_a, lse_a, a_strides, part, row, wide, ok, Dv, WIDTH)
     if out_b is not None:
-        other, other_log = rows_at(out_b, lse_b, b_strides, part, row, wide, ok, Dv, WIDTH)
+        other, other_log = _rows_at(out_b, lse_b, b_strides, part, row, wide, ok, Dv, WIDTH)
     sequence = sequence_of_row(cu_seqlens_q, token, B, steps)
     written = ok & (token + 0 * head < tl.load(cu_seqlens_q + B))
     sees = tl.load(lens + sequence) + 0 * head > 0
     lost = 0 * head
     if out_b is not None:
-        lost = tl.where(sees & written, not_finite(value, log) + not_finite(other, other_log), 0)
-        value, log = merged_rows(value, log, other, other_log)
+        lost = tl.where(sees & written, _not_finite(value, log) + _not_finite(other, other_log), 0)
+        value, log = _merged_rows(value, log, other, other_log)
     value = tl.where(tl.broadcast_to((sees & written)[:, None], value.shape), value, 0.0)
     log = tl.where(sees, log, float("-inf"))
     c = tl.arange(0, WIDTH)
@@ -176,7 +176,7 @@ def store_states(call: AttentionCall, states: Sequence[tuple[Tensor, Tensor]], l
         (0,) * 6 if out is None or part is None else (*out.stride()[:3], *part.stride())
         for out, part in ((out_a, lse_a), (out_b, lse_b))
     )
-    store_states_kernel[T, triton.cdiv(H, heads)](
+    _store_states_kernel[T, triton.cdiv(H, heads)](
         out_a, lse_a, a, out_b, lse_b, b, call.out, call.lse, call.cu_seqlens_q, lens, doubtful, H, B, B.bit_length(),
         out_a.shape[1], *call.out.stride()[:2], call.lse.stride(0),
         Dv=Dv, WIDTH=width, HEADS=heads, num_warps=max(1, min(8, heads * width // 512)),

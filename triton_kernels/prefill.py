@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 # do_not_specialize: these numbers change from step to step
 @triton.jit(do_not_specialize=["num_sequences", "decoded", "tree", "tree_stride"])
-def prefill_kernel(
+def _prefill_kernel(
     q, out, lse, part_out, part_lse, pool, tables, rules, strides, only, num_sequences, decoded, H, tree, tree_stride,
     SPEC: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def prefill_kernel(
 
 
 @triton.jit(do_not_specialize=["num_sequences", "decoded"])
-def merge_splits_kernel(
+def _merge_splits_kernel(
     out, lse, part_out, part_lse, cu_seqlens_q, sinks, strides, only, num_sequences, decoded,
     SPEC: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -167,12 +167,12 @@ def paged_prefill(call: AttentionCall, decoded: int, only: Tensor | None = None)
     constants = {"SPEC": spec, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}
     rules, strides, about = rules_of(call), strides_of(call), (only, B, decoded)
     mask = mask_of(call)
-    prefill_kernel[tiles, heads, splits](
+    _prefill_kernel[tiles, heads, splits](
         call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules, strides, *about, H,
         *mask, **constants, num_warps=tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if splits > 1:
-        merge_splits_kernel[T, H](
+        _merge_splits_kernel[T, H](
             call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, rules[3], strides, *about,
             **constants, WIDTH=triton.next_power_of_2(Dv), num_warps=1,
         )  # fmt: skip

@@ -95,7 +95,7 @@ class Specialisation:
 
     @cached_property
     def factor(self) -> float:
-        """The factor that `elements.element` leaves out: the exponent bias of fp16 differs from that of e4m3."""
+        """The factor that `elements._element` leaves out: the exponent bias of fp16 differs from that of e4m3."""
         return 256.0 if self.kind == "e4m3" and not self.native_fp8 else 1.0
 
     @cached_property
@@ -166,7 +166,7 @@ def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
     return Specialisation(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
-        right=is_right_bounded(call), window=call.window is not None, softcap=call.softcap != 0,
+        right=_is_right_bounded(call), window=call.window is not None, softcap=call.softcap != 0,
         sinks=call.sinks is not None, alibi=call.alibi_slopes is not None, tree=split or call.tree_mask is not None,
         k_scale=scale_kind(call.k_scale), v_scale=scale_kind(call.v_scale),
         v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8,
@@ -296,7 +296,7 @@ def _is_causal(call: AttentionCall) -> bool:
     return call.causal and call.causal_of is None and not _is_masked(call)
 
 
-def is_right_bounded(call: AttentionCall) -> bool:
+def _is_right_bounded(call: AttentionCall) -> bool:
     """Return whether causality or a window hides positions after some query."""
     some_causal = call.causal_of is not None and not _is_masked(call)
     return _is_causal(call) or some_causal or call.right is not None

@@ -36,7 +36,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tanh(x):
+def _tanh(x):
     """Return tanh(x) to float32's precision: near 0, where 1 - e^-2|x| would cancel, by an odd series."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
@@ -103,7 +103,7 @@ def bounds_of_mask(rows, tree, SPEC: tl.constexpr):
 
 
 @triton.jit
-def words_of_mask(start, rows, tree, is_masked, SPEC: tl.constexpr):
+def _words_of_mask(start, rows, tree, is_masked, SPEC: tl.constexpr):
     """Return [M], a bit for each key of the tile from `start` on: whether the mask lets a row see it.
 
     A load of [M, N] elements has a layout of its own, and Triton would sum the weights of a row in that layout or in
@@ -124,13 +124,13 @@ def words_of_mask(start, rows, tree, is_masked, SPEC: tl.constexpr):
 
 
 @triton.jit
-def seen(start, t, present, rows, rules, SPEC: tl.constexpr):
+def _seen(start, t, present, rows, rules, SPEC: tl.constexpr):
     """Return bool [M, N]: whether each row may see the key at each position of `t`, `start` and those behind it."""
     position, ok, tree_row, new, num_new, right, _ = rows
     window, tree = rules[2], rules[5]
     visible = present[None, :]
     if SPEC.tree and SPEC.split:
-        words = words_of_mask(start, rows, tree, rules[6] >= 0, SPEC)
+        words = _words_of_mask(start, rows, tree, rules[6] >= 0, SPEC)
         visible = visible & (((words[:, None] >> tl.arange(0, SPEC.N)[None, :]) & 1) != 0)
     elif SPEC.tree:
         j = t - new
@@ -145,14 +145,14 @@ def seen(start, t, present, rows, rules, SPEC: tl.constexpr):
 
 
 @triton.jit
-def scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
+def _scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
     """Return the products `s` [M, N] of queries and keys as logits of base 2.
 
     Without soft cap and ALiBi, the caller has multiplied `scale` by log2(e).
     """
     s = s * scale
     if SPEC.softcap:
-        s = softcap * tanh(s / softcap)
+        s = softcap * _tanh(s / softcap)
     if SPEC.alibi:
         s = s + slopes[:, None] * (t[None, :] - position[:, None]).to(tl.float32)
     if SPEC.softcap or SPEC.alibi:
@@ -161,7 +161,7 @@ def scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
 
 
 @triton.jit
-def finite(x):
+def _finite(x):
     """Return whether each element of `x` is a number, and not infinite."""
     return tl.abs(x.to(tl.float32)) < float("inf")
 
@@ -177,7 +177,7 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
     """
     if SPEC.narrow:
         q_parts = scaled_queries(q_parts[0], q_parts[1], SPEC)
-    state = no_keys(SPEC)
+    state = _no_keys(SPEC)
     middle = first
     if SPEC.edges:  # all rows see the keys before `middle`, but for punched pages
         seen_by_all = end
@@ -186,19 +186,19 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
         if SPEC.tree:
             seen_by_all = tl.minimum(seen_by_all, rows[6])
         middle = first + tl.maximum(seen_by_all - first, 0) // SPEC.N * SPEC.N
-        state = steps(q_parts, state, first, middle, table_row, pool, kv_head, rows, slopes, rules, False, False, SPEC)
-    state = steps(q_parts, state, middle, end, table_row, pool, kv_head, rows, slopes, rules, True, False, SPEC)
+        state = _steps(q_parts, state, first, middle, table_row, pool, kv_head, rows, slopes, rules, False, False, SPEC)
+    state = _steps(q_parts, state, middle, end, table_row, pool, kv_head, rows, slopes, rules, True, False, SPEC)
     acc0, acc1 = state[0], state[1]
     if SPEC.mixed:
         is_nan = tl.sum((acc0 != acc0).to(tl.int32)) + tl.sum((acc1 != acc1).to(tl.int32))
         if is_nan > 0:
-            state = no_keys(SPEC)
-            state = steps(q_parts, state, first, end, table_row, pool, kv_head, rows, slopes, rules, True, True, SPEC)
-    return with_value_scale(state, pool[3], SPEC)
+            state = _no_keys(SPEC)
+            state = _steps(q_parts, state, first, end, table_row, pool, kv_head, rows, slopes, rules, True, True, SPEC)
+    return _with_value_scale(state, pool[3], SPEC)
 
 
 @triton.jit
-def no_keys(SPEC: tl.constexpr):
+def _no_keys(SPEC: tl.constexpr):
     """Return the state of a tile before its first key: acc0, acc1, m, l, `lift`, and which rows are spoiled."""
     m = tl.full([SPEC.M], float("-inf"), tl.float32)
     l = tl.full([SPEC.M], 0.0, tl.float32)
@@ -208,7 +208,7 @@ def no_keys(SPEC: tl.constexpr):
 
 
 @triton.jit
-def with_value_scale(state, v_scale, SPEC: tl.constexpr):
+def _with_value_scale(state, v_scale, SPEC: tl.constexpr):
     """Return acc0, acc1, m and l of a state: spoiled rows NaN, and without the powers of two of weights."""
     acc0, acc1, m, l, lift, spoiled = state
     acc0 = tl.where(spoiled[:, None] != 0, float("nan"), acc0)
@@ -222,7 +222,7 @@ def with_value_scale(state, v_scale, SPEC: tl.constexpr):
 
 
 @triton.jit
-def steps(
+def _steps(
     q_parts, state, first, end, table_row, pool, kv_head, rows, slopes, rules,
     MASKED: tl.constexpr, APART: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -289,9 +289,9 @@ def steps(
                 s = product(q1, tl.trans(k1), s, SPEC)
         if SPEC.k_scale == 2:
             s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
-        s = scored(s, t, rows[0], slopes, scale, softcap, SPEC)
+        s = _scored(s, t, rows[0], slopes, scale, softcap, SPEC)
         if MASKED:
-            sees = seen(start, t, present, rows, rules, SPEC)
+            sees = _seen(start, t, present, rows, rules, SPEC)
             s = tl.where(sees, s, float("-inf"))
         else:  # a sum joins the product with the scale; a choice would be an instruction of its own
             s = s + tl.where(present, 0.0, float("-inf"))[None, :]
@@ -310,16 +310,16 @@ def steps(
         else:
             v0, v1 = parts(v, frame * v_frame + slot * v_slot, present, SPEC.V0, SPEC.V1, SPEC.v_limit, SPEC)
         if APART:
-            lost = tl.where(finite(by), 0, 1)
-            by = tl.where(finite(by), by, 0.0)
+            lost = tl.where(_finite(by), 0, 1)
+            by = tl.where(_finite(by), by, 0.0)
             if SPEC.kind != "int8" and SPEC.kind != "int4":
-                lost = lost | tl.max(tl.where(finite(v0), 0, 1), 1) | tl.max(tl.where(finite(v1), 0, 1), 1)
-                v0, v1 = tl.where(finite(v0), v0, 0.0).to(v0.dtype), tl.where(finite(v1), v1, 0.0).to(v1.dtype)
+                lost = lost | tl.max(tl.where(_finite(v0), 0, 1), 1) | tl.max(tl.where(_finite(v1), 0, 1), 1)
+                v0, v1 = tl.where(_finite(v0), v0, 0.0).to(v0.dtype), tl.where(_finite(v1), v1, 0.0).to(v1.dtype)
             spoiled = spoiled | tl.max(tl.where(sees & (lost != 0)[None, :], 1, 0), 1)
         if SPEC.v_scale == 2:
             if SPEC.narrow:
                 # the largest finite scale times 2^lift is less than 2^14; `lift` never grows
-                next = tl.minimum(lift, 13 - exponent_of(tl.max(tl.where(finite(by), by, 0.0), 0)))
+                next = tl.minimum(lift, 13 - exponent_of(tl.max(tl.where(_finite(by), by, 0.0), 0)))
                 fade = fade * tl.where(next - lift < -126, 0.0, power(tl.maximum(next - lift, -126)))
                 lift = next
                 by = by * power(next)
@@ -342,7 +342,7 @@ def normalised(acc0, acc1, m, l):
 
 
 @triton.jit
-def with_sink(acc0, acc1, lse, sinks, head, ok):
+def _with_sink(acc0, acc1, lse, sinks, head, ok):
     """Return output and base-2 LSE merged with the sink: its logit takes part in the sum, and its value is 0."""
     sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2E
     top = tl.maximum(lse, sink)
@@ -358,6 +358,6 @@ def finish(out, lse, acc0, acc1, lse2, token, head, ok, sinks, strides, SPEC: tl
     """Store output and LSE of rows over all of their keys, with the sinks; the stored LSE is natural."""
     _, _, out_token, out_head, lse_token = strides
     if SPEC.sinks:
-        acc0, acc1, lse2 = with_sink(acc0, acc1, lse2, sinks, head, ok)
+        acc0, acc1, lse2 = _with_sink(acc0, acc1, lse2, sinks, head, ok)
     store_parts(out, token * out_token + head.to(tl.int64) * out_head, ok, acc0, acc1, SPEC)
     tl.store(lse + token * lse_token + head, lse2 * LN2, mask=ok)

@@ -93,7 +93,7 @@ def _gpu(index: int) -> Target:
     return Target(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
 
 
-def size_key(head_bytes: int, widest: int) -> str:
+def _size_key(head_bytes: int, widest: int) -> str:
     """Return the key of a size in tuning.json."""
     return f"{triton.next_power_of_2(head_bytes)}/{triton.next_power_of_2(widest)}"
 
@@ -106,7 +106,7 @@ def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     head_bytes: bytes of K and V of one token and kv head, as stored.   widest: elements of the wider of the two.
     """
     general = "decode" if kernel == "decode_16" else kernel
-    table, size = _table().get(on.arch, {}), size_key(head_bytes, widest)
+    table, size = _table().get(on.arch, {}), _size_key(head_bytes, widest)
     found = table.get(kernel, {}).get(size) or table.get(general, {}).get(size, {})
     return replace(_by_rule(general, on, head_bytes, widest), **found)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def as_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def _as_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Return float32 `x`, within the type's range, as the byte of a float with MANTISSA bits: e4m3 or e5m2."""
     bits = x.to(tl.uint32, bitcast=True)
     # a subnormal has the exponent of the least normal number
@@ -72,7 +72,7 @@ def vector(x, row, ok, c, DIM: tl.constexpr, angles, ROPE: tl.constexpr, HALF: t
 
 
 @triton.jit
-def stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
+def _stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
     """Return float32 `x` as elements of the pool; int4 as integers, offset by 8 and not yet packed."""
     if KIND == "":
         x = rounded(x, pool.dtype.element_ty)
@@ -80,9 +80,9 @@ def stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
         x = tl.div_rn(x, scale)
         x = tl.where(x == x, tl.minimum(tl.maximum(x, -QMAX), QMAX), x)
         if KIND == "e4m3":
-            x = as_float8(x, 3, 7)
+            x = _as_float8(x, 3, 7)
         elif KIND == "e5m2":
-            x = as_float8(x, 2, 15)
+            x = _as_float8(x, 2, 15)
         else:
             whole = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # to an integer, half to even
             if KIND == "int4":
@@ -93,7 +93,7 @@ def stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
 
 
 @triton.jit
-def store_vectors(
+def _store_vectors(
     x, row, ok, head, pool, to, scale, scale_at, scale_head, angles,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, SCALE: tl.constexpr,
     ROPE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -117,14 +117,14 @@ def store_vectors(
         tl.store(scale + scale_at + head * scale_head, factor, mask=ok)
     by = tl.broadcast_to(factor[:, None], first.shape)
     limit: tl.constexpr = DIM // 2 if KIND == "int4" else DIM
-    value = stored_as(first, by, KIND, QMAX, pool)
+    value = _stored_as(first, by, KIND, QMAX, pool)
     if KIND == "int4":
-        value = (value | stored_as(second, by, KIND, QMAX, pool) << 4).to(tl.uint8)
+        value = (value | _stored_as(second, by, KIND, QMAX, pool) << 4).to(tl.uint8)
     tl.store(pool + to[:, None] + c[None, :], value, mask=ok[:, None] & (c < limit)[None, :])
 
 
 @triton.jit
-def write_kernel(
+def _write_kernel(
     k_new, v_new, k, v, k_scale, v_scale, slots, positions, cos, sin, K, num_slots,
     kn_token, kn_head, vn_token, vn_head, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
     ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head, slots_stride, positions_stride, cos_stride, sin_stride,
@@ -145,11 +145,11 @@ def write_kernel(
         cos += position * cos_stride
         sin += position * sin_stride
     angles = (cos, sin)
-    store_vectors(
+    _store_vectors(
         k_new, token * kn_token + head * kn_head, ok, head, k, frame * k_frame + at * k_slot + head * k_head,
         k_scale, frame * ks_frame + at * ks_slot, ks_head, angles, D, KW, KIND, QMAX, K_SCALE, ROPE, HALF, INTERLEAVED,
     )  # fmt: skip
-    store_vectors(
+    _store_vectors(
         v_new, token * vn_token + head * vn_head, ok, head, v, frame * v_frame + at * v_slot + head * v_head,
         v_scale, frame * vs_frame + at * vs_slot, vs_head, angles, Dv, VW, KIND, QMAX, V_SCALE, False, 1, False,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def write_kv(call: WriteCall) -> None:
     scales = (call.k_scale, call.v_scale)
     half = 1 if call.cos is None else call.cos.shape[1]
     widths = [triton.next_power_of_2(max(1, x.shape[3])) for x in (call.k, call.v)]
-    write_kernel[T, triton.cdiv(K, heads)](
+    _write_kernel[T, triton.cdiv(K, heads)](
         call.k_new, call.v_new, as_stored(call.k), as_stored(call.v), *scales,
         call.slots, call.positions, call.cos, call.sin, K, call.k.shape[0] * call.k.shape[1],
         *call.k_new.stride()[:2], *call.v_new.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3],

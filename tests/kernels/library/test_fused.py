@@ -1,8 +1,8 @@
 """The fused kernels of the backend "library" under Triton's interpreter, beside torch's operations that define them.
 
-present_kernel        tables without holes, tokens that are there, sequences that are lost
-starts_kernel         where each sequence begins in packed rows
-store_states_kernel   one state or two, stored where a token belongs to a sequence; sequences with NaN are marked
+_present_kernel       tables without holes, tokens that are there, sequences that are lost
+_starts_kernel        where each sequence begins in packed rows
+_store_states_kernel  one state or two, stored where a token belongs to a sequence; sequences with NaN are marked
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def half(*values: Sequence[Any]) -> list[Any]:
 def test_tables_without_holes_are_those_of_torch(
     prefix: int | None, rows: bool, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather.present_kernel, "run", small_blocks(gather.present_kernel.run))
+    monkeypatch.setattr(gather._present_kernel, "run", small_blocks(gather._present_kernel.run))
     call = call_of(replace(MIXED, block_size=block_size, rows=rows).build())
     table, choose = call.block_table, torch.Generator().manual_seed(1)
     for share in (0.0, 0.3, 1.0):

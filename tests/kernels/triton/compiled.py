@@ -397,7 +397,7 @@ def count_of(kv: str, dim: int, arch: str) -> dict[str, Any]:
 
     changes = {} if kv == "bfloat16" else {"kv": f"{kv}/token_head"}
     LAUNCHES["counted"] = lambda: attention(q_len=1, D=dim, Dv=dim, **changes)
-    kernel = dict(compiled_launches("counted", arch))["decode_kernel"]
+    kernel = dict(compiled_launches("counted", arch))["_decode_kernel"]
     code = sass.parsed(sass.disassembled(kernel.asm["cubin"]))
     head_bytes = 2 * dim * BITS[kv] // 8
     tuned = tuning.tuning("decode_16", tuning.Target(arch, 132), head_bytes, dim)

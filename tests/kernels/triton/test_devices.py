@@ -82,24 +82,24 @@ def test_every_launch_is_made_on_the_gpu_of_its_tensors(gpus: Gpus) -> None:
         backend.gather_kv(GatherCall(source, torch.zeros(3, dtype=torch.int64), new, new))
         backend.merge_states(decode.out, decode.lse, decode.out, decode.lse)
     kernels = {name for name, _, _ in gpus.launches}
-    assert {"decode_kernel", "prefill_kernel", "write_kernel", "gather_kernel"} <= kernels
-    assert {"merge_kernel", "merge_states_kernel"} <= kernels
+    assert {"_decode_kernel", "_prefill_kernel", "_write_kernel", "_gather_kernel"} <= kernels
+    assert {"_merge_kernel", "_merge_states_kernel"} <= kernels
     assert {current for _, current, _ in gpus.launches} == {1}
     assert gpus.current == 0
 
 
 def test_copies_are_launched_on_the_gpu_of_their_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors of a GPU cannot be indexed without one, so these are on the CPU, which stands for GPU 1."""
-    monkeypatch.setattr(backend, "on_device_of", lambda x: gpus.device(1))
+    monkeypatch.setattr(backend, "_on_device_of", lambda x: gpus.device(1))
     backend.copy_frames(torch.zeros(4, 64), torch.zeros(1, 2, dtype=torch.int32))
-    assert [launch[:2] for launch in gpus.launches] == [("copy_kernel", 1)] * 2
+    assert [launch[:2] for launch in gpus.launches] == [("_copy_kernel", 1)] * 2
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_kernel_is_compiled_for_the_gpu_of_its_tensors(index: int, gpus: Gpus) -> None:
     with FakeTensorMode(), torch.device(f"cuda:{index}"):
         backend.paged_attention(typical_call(kv="fp8_e4m3/tensor", D=256, Dv=256))
-    tiles = {kwargs["SPEC"].N for name, _, kwargs in gpus.launches if name == "decode_kernel"}
+    tiles = {kwargs["SPEC"].N for name, _, kwargs in gpus.launches if name == "_decode_kernel"}
     on = specialisation.tuning.target(torch.device(f"cuda:{index}"))
     assert on.arch == ["sm_90", "sm_89"][index]
     assert tiles == {specialisation.tuning.tuning("decode", on, 512, 256).N}

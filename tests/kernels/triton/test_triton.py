@@ -383,11 +383,11 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "kernels"),
     [
-        ({}, "decode_kernel merge_kernel"),
-        ({"split_tokens": 256, "window": 300}, "decode_kernel merge_kernel"),
-        ({"B": 1, "q_len": 64}, "prefill_kernel"),
-        ({"q_len": 64, "tree": True, "sinks": True}, "decode_kernel merge_kernel prefill_kernel"),
-        ({"kv": "int4/token_head", "q_len": 4, "alibi": True, "softcap": 3.0}, "decode_kernel merge_kernel"),
+        ({}, "_decode_kernel _merge_kernel"),
+        ({"split_tokens": 256, "window": 300}, "_decode_kernel _merge_kernel"),
+        ({"B": 1, "q_len": 64}, "_prefill_kernel"),
+        ({"q_len": 64, "tree": True, "sinks": True}, "_decode_kernel _merge_kernel _prefill_kernel"),
+        ({"kv": "int4/token_head", "q_len": 4, "alibi": True, "softcap": 3.0}, "_decode_kernel _merge_kernel"),
     ],
     ids=str,
 )
@@ -402,7 +402,7 @@ def test_the_host_reads_no_tensor_to_launch(changes: dict[str, Any], kernels: st
     source = GatherSource(call.k, call.v, *[None] * 2, call.block_table, call.rows, call.seq_lens, call.seq_lens)
     starts, out = torch.zeros(len(call.seq_lens) + 1, dtype=torch.int64), torch.empty(8, 2, call.k.shape[-1])
     backend.gather_kv(GatherCall(source, starts, out, out))
-    assert unreadable[-4:] == ["write_kernel", "copy_kernel", "copy_kernel", "gather_kernel"]
+    assert unreadable[-4:] == ["_write_kernel", "_copy_kernel", "_copy_kernel", "_gather_kernel"]
 
 
 def test_without_the_interpreter_the_refusal_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

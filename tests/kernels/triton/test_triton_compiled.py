@@ -29,12 +29,12 @@ RESIDENT = dict.fromkeys(("decode", "decode, page 64", "decode, head 64", "decod
 """Bytes of shared memory of the launches that run two programs per processor of sm_90 or sm_100: less than half."""
 
 REGISTERS = {
-    "merge_kernel": 128,
-    "present_kernel": 128,
+    "_merge_kernel": 128,
+    "_present_kernel": 128,
     **dict.fromkeys(
         (
-            "write_kernel gather_kernel copy_kernel merge_splits_kernel merge_states_kernel read_kernel starts_kernel "
-            "store_states_kernel"
+            "_write_kernel _gather_kernel _copy_kernel _merge_splits_kernel _merge_states_kernel _starts_kernel "
+            "_store_states_kernel"
         ).split(),
         64,
     ),
@@ -140,11 +140,11 @@ def stays_within_budget(name: str, arch: str, launches: list[dict[str, Any]]) ->
         allowed, _ = MORE_SPILLS.get((name, arch), (SPILLS, ""))
         assert launch["spills"] <= allowed, where
         assert not launch["narrow"], f"products of 32 bits reach an address in {where}"
-        # an address in starts_kernel is a pointer and the number of a sequence
-        assert launch["products"] > 0 or launch["kernel"] == "starts_kernel", where
-        if launch["kernel"] in ("decode_kernel", "prefill_kernel"):
+        # an address in _starts_kernel is a pointer and the number of a sequence
+        assert launch["products"] > 0 or launch["kernel"] == "_starts_kernel", where
+        if launch["kernel"] in ("_decode_kernel", "_prefill_kernel"):
             attends_well(name, arch, launch, where)
-        if launch["kernel"] in ("copy_kernel", "read_kernel", "store_states_kernel"):
+        if launch["kernel"] in ("_copy_kernel", "_store_states_kernel"):
             assert launch["wide"] > 0, where
 
 
@@ -221,7 +221,7 @@ def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(tiles: list[
 def test_prefill_masks_the_last_tiles_only() -> None:
     """The first loop compares no position of a query with one of a key: 32 scores of a thread take no 32 compares."""
     launches = reports(tuple(DEFAULT))["prefill, one chunk", "sm_90"]
-    compares = [launch["compares"] for launch in launches if launch["kernel"] == "prefill_kernel"]
+    compares = [launch["compares"] for launch in launches if launch["kernel"] == "_prefill_kernel"]
     assert compares
     assert max(compares) < 32
 
@@ -244,7 +244,7 @@ def test_with_split_tokens_a_neighbours_tree_mask_compiles_no_other_kernel() -> 
     plain, masked = (reports(tuple(DEFAULT))[name, "sm_90"] for name in ("invariant", "invariant, tree"))
     assert [launch["hash"] for launch in plain] == [launch["hash"] for launch in masked]
     kernels = [launch["kernel"] for launch in plain]
-    assert kernels == ["decode_kernel", "merge_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"]
+    assert kernels == ["_decode_kernel", "_merge_kernel", "_decode_kernel", "_merge_kernel", "_prefill_kernel"]
 
 
 def test_with_split_tokens_weights_are_summed_where_they_were_multiplied() -> None:
@@ -252,8 +252,8 @@ def test_with_split_tokens_weights_are_summed_where_they_were_multiplied() -> No
     found = reports(tuple(DEFAULT))
     for launch in found["invariant", "sm_90"] + found["invariant, tree", "sm_90"]:
         sums = [line for line in launch["arithmetic"] if line.startswith("tt.reduce")]
-        assert (len(sums) >= 4) == (launch["kernel"] != "merge_kernel"), launch["kernel"]
-        if launch["kernel"] != "merge_kernel":
+        assert (len(sums) >= 4) == (launch["kernel"] != "_merge_kernel"), launch["kernel"]
+        if launch["kernel"] != "_merge_kernel":
             assert [line for line in sums if "parent = #ttg.nvidia_mma" not in line] == []
 
 

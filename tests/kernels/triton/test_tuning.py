@@ -25,7 +25,7 @@ def test_kernels_take_their_sizes_from_the_table(monkeypatch: pytest.MonkeyPatch
     on, size = tuning.Target("sm_90", 132), (512, 128)
     plain, fresh = tuning.tuning("decode", on, *size), tuning.tuning.__wrapped__
     fields = {"N": 16, "programs": 7}
-    entry = {"source": "measured", "decode": {tuning.size_key(*size): fields}}
+    entry = {"source": "measured", "decode": {tuning._size_key(*size): fields}}
     monkeypatch.setattr(tuning, "_table", lambda: {"sm_90": entry, "gfx942": entry})
     assert fresh("decode", on, *size) == replace(plain, **fields)
     assert fresh("decode", on, 520, 128) != replace(plain, **fields)  # a larger head is another size
@@ -47,7 +47,7 @@ def test_entries_that_were_not_measured_have_the_values_of_the_rule_and_its_name
             continue
         on = tuning.Target(arch, 0)
         for kernel in ("decode", "prefill"):
-            by_rule = {tuning.size_key(*size): asdict(tuning._by_rule(kernel, on, *size)) for size in SIZES}
+            by_rule = {tuning._size_key(*size): asdict(tuning._by_rule(kernel, on, *size)) for size in SIZES}
             assert entry[kernel] == by_rule, arch
 
 
