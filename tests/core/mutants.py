@@ -1,41 +1,14 @@
-"""Seeded faults: each is the code of core with one law broken on purpose, as it was broken in an engine that served.
-
-A fault replaces a text that must occur exactly once. If a line is rewritten, the fault in it is not found any more, and
-must be seeded in the new line. The tests of core (test_laws, test_steps, test_machine and others) must catch each
-fault.
-"""
+"""Seeded faults of pagedkv/core; tests/mutants.py says what a fault is, and how to run this table."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import NamedTuple
+from tests.mutants import Fault
 
-CORE = Path(__file__).parents[2] / "pagedkv" / "core"
+FOLDER = "pagedkv/core"
+ENVIRONMENT = {"NUMBA_DISABLE_JIT": "1", "PAGEDKV_DEBUG": "3"}
+OPTIONS = ["-k", "not thousand"]
 
-
-class Fault(NamedTuple):
-    """`old` replaced by `new` in a file of core.
-
-    law: the law, and how the fault breaks it. proof: the test file that should catch it, which runs first.
-    """
-
-    law: str
-    file: str
-    old: str
-    new: str
-    proof: str = "test_laws.py"
-
-    def seeded(self) -> str:
-        """Return the text of the file with the fault in it."""
-        text = (CORE / self.file).read_text(encoding="utf-8")
-        found = text.count(self.old)
-        assert found == 1, (
-            f"{self.law}: {self.old!r} is {found} times in core/{self.file}; seed this fault in the present line of "
-            f"the file, in {__name__}"
-        )
-        return text.replace(self.old, self.new)
-
-
+LAWS = "test_laws.py"
 IDENTITY, MACHINE, STEPS, GROUPS = (
     "prefix/test_identity.py",
     "test_machine.py",
@@ -62,12 +35,14 @@ FAULTS = (
         "        page_tables.publish_pages(s, asid)\n"
         "        s.spaces[asid].length = start\n"
         "        for position in range(start, end):\n",
+        LAWS,
     ),
     Fault(
         "tenants cannot see each other's pages: no salt",
         "prefix/roots.py",
         "        if tenant not in self.by_tenant:\n            if len",
         '        tenant = b""\n        if tenant not in self.by_tenant:\n            if len',
+        LAWS,
     ),
     Fault(
         "an evicted parent cannot be taken for its successor: generations are not compared",
@@ -95,6 +70,7 @@ FAULTS = (
         "pool/frames.py",
         "        if records[frame].pins == 0:\n            delist(records, reg, frame)\n        elif",
         "        if records[frame].pins == 0:\n            pass\n        elif",
+        LAWS,
     ),
     Fault(
         "no suffix is orphaned: pages behind a hole are always kept",
@@ -143,30 +119,35 @@ FAULTS = (
         "tables/page_tables.py",
         "    for page in range(s.spaces[row].num_pages - 1, num_pages - 1, -1):\n",
         "    for page in range(num_pages, s.spaces[row].num_pages):\n",
+        LAWS,
     ),
     Fault(
         "a dropped frame waits for its epoch: it is free at once",
         "pool/frames.py",
         "    fenced = reg[EPOCH] > reg[PASSED]\n    if fenced:\n        _fence(records, reg, frame)\n",
         "    fenced = False\n",
+        LAWS,
     ),
     Fault(
         "an epoch ends what was launched up to it, and no more: every fence falls",
         "pool/frames.py",
         "while frame != NIL and ((epoch - int(s.frames[frame].entered)) & MASK) <= MASK // 2:",
         "while frame != NIL:",
+        LAWS,
     ),
     Fault(
         "the source of a copy survives until commit: not pinned",
         "tables/steps.py",
         "    frames.pin(s, source)\n    if chained:",
         "    if s.frames[source].refs > 1:\n        frames.pin(s, source)\n    if chained:",
+        LAWS,
     ),
     Fault(
         "refs count the entries that name a frame: a fork does not count its first page",
         "tables/page_tables.py",
         "            s.frames[frame].refs += 1  # mapped already\n",
         "            s.frames[frame].refs += page > 0\n",
+        LAWS,
     ),
     Fault(
         "a published page is never written: a published tail is written in place",
