@@ -2,7 +2,8 @@
 
 config           config.json as a ModelConfig; fields: its values, checked for type and range
 weights          *.safetensors as the matrices of the kernels
-tokenizer        tokenizer.json: text to token ids and back; special_tokens: names and tokens in the files next to it
+tokenizer        tokenizer.json: text to token ids and back; token_reach: the fewest tokens of a text;
+                 special_tokens: names and tokens in the files next to it
 chat_template    messages to text
 hub              the local cache of the Hugging Face hub
 files            JSON, text and bytes of limited size

@@ -273,7 +273,12 @@ class CompletionBody(Body):
     def prompts(self, tokenizer: Tokenizer, most: int) -> list[list[int]]:
         """Return the token ids of each prompt; OpenAI's rules make a list of ids one prompt."""
         given: Any = self.prompt if _form(self.prompt) in (LIST, ROWS) else [self.prompt]
-        return [_checked(tokenizer.encode(each) if isinstance(each, str) else each, most) for each in given]
+        for each in given:
+            _check_length(each, tokenizer, most)
+        prompts = [tokenizer.encode(each) if isinstance(each, str) else each for each in given]
+        for each in prompts:
+            _check_length(each, tokenizer, most)
+        return prompts
 
 
 class TextPart(Asked):
@@ -356,7 +361,10 @@ class ChatBody(Body):
         if taken := {"messages", "self"} & set(variables):
             raise BadBody(f"chat_template_kwargs has {min(taken)}, a name that is taken", "chat_template_kwargs")
         text = tokenizer.render_chat([message.as_variables() for message in self.messages], **variables)
-        return [_checked(tokenizer.encode(text, special_tokens=False), most)]
+        _check_length(text, tokenizer, most)
+        ids = tokenizer.encode(text, special_tokens=False)
+        _check_length(ids, tokenizer, most)
+        return [ids]
 
     def shape(self) -> dict[str, Any]:
         """Return the fields of SamplingParams that only one kind of body has."""
@@ -413,11 +421,14 @@ def _is_nothing(value: object, harmless: tuple[Any, ...]) -> bool:
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)
 
 
-def _checked(ids: list[int], most: int) -> list[int]:
-    """Return the tokens of a prompt. Raises: InvalidRequest for more than `most`"""
-    if len(ids) > most:
-        raise InvalidRequest(f"the prompt has {len(ids)} tokens, the limit of this server is {most}; shorten it")
-    return ids
+def _check_length(prompt: str | list[int], tokenizer: Tokenizer, most: int) -> None:
+    """Raise InvalidRequest for too many tokens: of a text, before it is encoded, if its length alone says so."""
+    is_text = isinstance(prompt, str)
+    size = tokenizer.min_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+    if size > most:
+        raise InvalidRequest(
+            f"the prompt has {'at least ' * is_text}{size} tokens, the limit of this server is {most}; shorten it"
+        )
 
 
 def _in_words(error: ErrorDetails) -> BadBody:

@@ -1,7 +1,8 @@
-"""Text to the ids of a prompt: no setting of a file changes them."""
+"""Text to the ids of a prompt: no setting of a file changes them, and the fewest tokens of a text are known at once."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from itertools import pairwise
@@ -9,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
-from tokenizers import models
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from pagedkv.engine.checkpoint.tokenizer import Tokenizer
-from tests.engine.checkpoint.test_tokenizer import KINDS, TEXTS, byte_level
+from pagedkv.engine.checkpoint.tokenizer import SAMPLE, Tokenizer
+from tests.engine.checkpoint.test_tokenizer import CORPUS, KINDS, SPECIAL, TEXTS, byte_fallback, byte_level, metaspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def word_piece(split: Any = None) -> tokenizers.Tokenizer:
+    """Make a tokenizer like BERT's: words, and parts of words behind ##."""
+    words = sorted({word for text in CORPUS for word in text.split()})
+    names = [*SPECIAL, "[UNK]", *words, *(f"##{letter}" for letter in "abcdefgh")]
+    model = models.WordPiece(vocab={name: i for i, name in enumerate(names)}, unk_token="[UNK]")
+    raw = tokenizers.Tokenizer(model)
+    raw.normalizer, raw.pre_tokenizer = normalizers.BertNormalizer(), split or pre_tokenizers.BertPreTokenizer()
+    return raw
 
 
 def with_dropout(model: Any) -> Any:
@@ -69,3 +80,142 @@ def test_other_threads_run_while_a_text_is_encoded() -> None:
     other.join()
     waits = [later - earlier for earlier, later in pairwise(turns)]
     assert max(waits) < 0.5 * (ended - begun)
+
+
+def changed(make: Callable[[], tokenizers.Tokenizer], **parts: Any) -> Callable[[], tokenizers.Tokenizer]:
+    """Return a maker whose tokenizer has other parts."""
+
+    def made() -> tokenizers.Tokenizer:
+        raw = make()
+        for name, part in parts.items():
+            setattr(raw, name, part)
+        return raw
+
+    return made
+
+
+def with_token(make: Callable[[], tokenizers.Tokenizer], **options: Any) -> Callable[[], tokenizers.Tokenizer]:
+    """Return a maker whose tokenizer has one more token, "lamp of"."""
+
+    def made() -> tokenizers.Tokenizer:
+        raw = make()
+        raw.add_tokens([AddedToken("lamp of", **options)])
+        return raw
+
+    return made
+
+
+def runs_of(text: str) -> tokenizers.Tokenizer:
+    """Make a byte-level tokenizer, the longest token of which is 16 times `text`."""
+    written = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    merges = [(written[:i], written[i]) for i in range(1, len(written))]
+    merges += [(written * 2**i, written * 2**i) for i in range(4)]
+    names = [*pre_tokenizers.ByteLevel.alphabet(), *(a + b for a, b in merges)]
+    raw = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return raw
+
+
+def with_model(make: Callable[[], tokenizers.Tokenizer], **options: Any) -> Callable[[], tokenizers.Tokenizer]:
+    """Return a maker whose tokenizer has a model with other options."""
+
+    def made() -> tokenizers.Tokenizer:
+        raw = make()
+        for name, value in options.items():
+            setattr(raw.model, name, value)
+        return raw
+
+    return made
+
+
+def one_word(split: Any) -> tokenizers.Tokenizer:
+    raw = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "lamp": 2}, unk_token="[UNK]"))
+    raw.pre_tokenizer = split
+    return raw
+
+
+def without_bytes(**options: Any) -> tokenizers.Tokenizer:
+    """Make a BPE that knows a few letters, and drops or merges all others."""
+    raw = tokenizers.Tokenizer(models.BPE({"<unk>": 0, "t": 1, "h": 2, "e": 3}, [], **options))
+    raw.decoder = decoders.Fuse()
+    return raw
+
+
+SPACES = tokenizers.Regex(r"\s+")
+MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    **KINDS,
+    "NFC": changed(byte_level, normalizer=normalizers.NFC()),
+    "NFKC, then lower case": changed(
+        byte_fallback, normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    ),
+    "marks out of letters": changed(
+        byte_fallback, normalizer=normalizers.Sequence([normalizers.Replace("t", "\u0301"), normalizers.NFC()])
+    ),
+    "two characters for one": changed(byte_fallback, normalizer=normalizers.Replace("e", "th")),
+    "one character for two": changed(byte_fallback, normalizer=normalizers.Replace("th", "e")),
+    "runs": lambda: runs_of("th"),
+    "runs of NFC": changed(lambda: runs_of("\u1f82"), normalizer=normalizers.NFC()),
+    "runs of NFKC, twice": changed(
+        lambda: runs_of("\u1f82"), normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.NFC()])
+    ),
+    "runs of one character for two": changed(lambda: runs_of("e"), normalizer=normalizers.Replace("th", "e")),
+    "runs of marks": changed(
+        lambda: runs_of("\u1f82"),
+        normalizer=normalizers.Sequence(
+            [*map(normalizers.Replace, "athe", "\u03b1\u0313\u0300\u0345"), normalizers.NFC()]
+        ),
+    ),
+    "ends stripped": changed(byte_level, normalizer=normalizers.Strip()),
+    "marks stripped": changed(
+        byte_fallback, normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    ),
+    "spaces merged": changed(byte_fallback, normalizer=normalizers.Replace(SPACES, " ")),
+    "spaces dropped": changed(byte_fallback, pre_tokenizer=pre_tokenizers.Split(SPACES, "removed")),
+    "spaces dropped, then bytes": changed(
+        byte_level,
+        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]),
+    ),
+    "spaces alone": changed(byte_fallback, pre_tokenizer=pre_tokenizers.Split(SPACES, "isolated")),
+    "a token that takes spaces": with_token(byte_level, rstrip=True, lstrip=True),
+    "a token that takes none": with_token(byte_level),
+    "a token in another form": with_token(changed(byte_fallback, normalizer=normalizers.NFD()), normalized=True),
+    "unknown characters dropped": without_bytes,
+    "unknown characters merged": lambda: without_bytes(unk_token="<unk>", fuse_unk=True),
+    "ends of words unknown": with_model(byte_level, end_of_word_suffix="</w>"),
+    "insides of words unknown": with_model(byte_level, continuing_subword_prefix="##"),
+    "bytes that are not used": with_model(byte_fallback, byte_fallback=False, unk_token=None),
+    "normalised metaspace": changed(
+        metaspace, normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(SPACES, " ")])
+    ),
+    "WordPiece": word_piece,
+    "WordLevel": lambda: one_word(pre_tokenizers.Whitespace()),
+    "WordLevel, text of one word": lambda: one_word(None),
+    "WordLevel, marks out": lambda: one_word(pre_tokenizers.Split(tokenizers.Regex(r"\w+"), "removed", invert=True)),
+}
+PARTS = [
+    *("the lamp of", " ", "\n", " " * 60, "th" * 9, "zq" * 80, "t" * 300, "athe", "<|user|>", "\x00", "\u200d"),
+    *("é", "e\u0301", "\u03b1\u0313\u0300\u0345", "\u212a", "İ", "ﷺ", "가", "\u1100\u1161\u11a8", "你好", "🙂"),
+]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_no_text_has_fewer_tokens_than_min_tokens(kind: str) -> None:
+    tokenizer, dice = Tokenizer(MAKERS[kind]()), random.Random(kind)
+    texts = ["", *PARTS, *(part * 500 for part in PARTS)]
+    texts += ["".join(dice.choices(PARTS, k=dice.randrange(60))) for _ in range(300)]
+    texts += [dice.choice(["the lamp of ", "\n the", "thé "]) * SAMPLE]
+    for text in texts:
+        fewest = tokenizer.min_tokens(text)
+        assert 0 <= fewest <= len(tokenizer.encode(text, special_tokens=False)), text[:80]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "NFC", "two characters for one", "spaces alone"])
+def test_a_long_text_is_known_to_be_long_at_once(kind: str) -> None:
+    tokenizer = Tokenizer(MAKERS[kind]())
+    longest = max(len(token) for token in tokenizer.raw.get_vocab())
+    tokenizer.min_tokens("")  # looks at the vocabulary
+    begun = time.perf_counter()
+    for text in ("the lamp " * 400_000, "thé 你好 " * 400_000):
+        assert tokenizer.min_tokens(text) >= len(text) // longest // 4
+    assert time.perf_counter() - begun < 0.1
+    assert Tokenizer(word_piece()).min_tokens("the lamp " * 400_000) > SAMPLE // 10

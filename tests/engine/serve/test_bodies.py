@@ -266,16 +266,26 @@ def test_brackets_of_a_text_are_no_lists() -> None:
         read(CompletionBody, b'{"prompt": "' + b'\\"[' * SIZE)
 
 
-def test_a_prompt_of_too_many_tokens_is_refused() -> None:
-    tokenizer, words = Tokenizer.load(BUNDLED), "Otto lives " * 20
+def test_a_prompt_is_refused_by_its_length_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encode = Tokenizer.load(BUNDLED), Tokenizer.encode
+
+    def short(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        assert len(text) < 100_000, "a long text was encoded whole"
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", short)
+    words = "Otto lives " * 100_000
     for kind, asked in (
+        (CompletionBody, {"prompt": words}),
         (CompletionBody, {"prompt": ["a", words]}),
+        (CompletionBody, {"prompt": "[{" * 500_000}),
         (CompletionBody, {"prompt": [5] * 31}),
         (CompletionBody, {"prompt": [[5], [5] * 31]}),
-        (ChatBody, chat([{"type": "text", "text": words}])),
+        (ChatBody, chat(words)),
+        (ChatBody, chat([{"type": "text", "text": "Otto lives "}] * 10_000)),
     ):
         body = read(kind, json.dumps(asked).encode())
-        with pytest.raises(InvalidRequest, match=r"the prompt has \d+ tokens, the limit of this server is 30"):
+        with pytest.raises(InvalidRequest, match=r"the prompt has .*\d tokens, the limit of this server is 30"):
             body.prompts(tokenizer, 30)
     for ids in ([5] * 30, [[5], [5] * 30]):
         assert read(CompletionBody, json.dumps({"prompt": ids}).encode()).prompts(tokenizer, 30)[-1] == [5] * 30
