@@ -84,6 +84,16 @@ def test_a_tenant_at_its_quota_makes_room_by_its_own_sequences(checkpoint: Calla
     assert idle(engine)
 
 
+def test_a_preempted_sequence_waits_before_those_that_came_later(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), num_frames=11)
+    _, second, later = [engine.submit(prompt_of(64, n), PARAMS) for n in range(3)]
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert [sequence.completion.request for sequence in engine.scheduler.waiting] == [second, later]
+    engine.run()
+    assert idle(engine)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_mixture_of_priorities_gives_each_prompt_its_own_tokens(
     seed: int, checkpoint: Callable[[str], Checkpoint]

@@ -1,0 +1,76 @@
+"""Seeded faults of pagedkv/engine, mistakes that its history mended; tests/mutants.py says how to run this table."""
+
+from __future__ import annotations
+
+from tests.mutants import Fault
+
+FOLDER = "pagedkv/engine"
+FAULTS = (
+    Fault(
+        "a draw that an interrupt lost is repeated: the generator goes on",
+        "requests/draws.py", "        member.rewind()\n", "        pass\n",
+        "step/test_trust.py -k interrupted_anywhere",
+    ),
+    Fault(
+        "each sample has its own generator: all have that of the first",
+        "requests/request.py", "params.generator(self.index)", "params.generator()",
+        "step/test_engine.py -k one_generator",
+    ),
+    Fault(
+        "no prompt finds the KV of a request that ended: it is published",
+        "step/outcome.py", "            if chunk.sequence.completion.finish_reason:\n", "            if False:\n",
+        "step/test_trust.py -k usable_logits",
+    ),
+    Fault(
+        "the first end of a completion holds: the last one does",
+        "requests/request.py", "self._ends[0]", "self._ends[-1]", "step/test_trust.py -k signal_handler",
+    ),
+    Fault(
+        "a listener that is always interrupted does not stop its engine: it is told for ever",
+        "step/delivery.py", "            if is_end and completion.was_told and", "            if False and",
+        "step/test_listeners.py",
+    ),
+    Fault(
+        "the KV that others compute is waited for only if that pays: always",
+        "step/scheduler.py", "            if saved[leader] >= WORTH:\n", "            if True:\n",
+        "step/test_scheduler.py",
+    ),
+    Fault(
+        "a preempted sequence waits before those that came later: behind them",
+        "step/scheduler.py", "_place(self.waiting, sequence, is_older=True)", "_place(self.waiting, sequence)",
+        "step/test_preemption.py -k came_later",
+    ),
+    Fault(
+        "drafts preempt no sequence: they are not dropped first",
+        "step/scheduler.py", "                if any(chunk.drafts for chunk in chunks):",
+        "                if False:",
+        "drafts/test_speculation.py -k preempt_no",
+    ),
+    Fault(
+        "rows are refused by the model's logits: by those that rules made",
+        "sampling/sampler.py", "    errors = dict.fromkeys(_not_finite(largest), _DAMAGED)\n",
+        "    errors = {b: _DAMAGED for b in _not_finite(largest) if rows[b].rules is None}\n", "sampling",
+    ),
+    Fault(
+        "each end token may end every beam: only one of them",
+        "requests/beams.py", "max(2, 1 + len(self.ends))", "2", "requests/test_beams.py -k transformers",
+    ),
+    Fault(
+        "a character is shown when it is whole: a U+FFFD that was written is held",
+        "checkpoint/tokenizer.py", " and not self._ends_in_replacement()", "", "checkpoint/test_text_stream.py",
+    ),
+    Fault(
+        "an answer keeps its first space: the prompt is not read",
+        "checkpoint/tokenizer.py", "            self.push(token)\n", "            pass\n",
+        "checkpoint/test_text_stream.py",
+    ),
+    Fault(
+        "no tensor is dropped in silence: leftovers are taken",
+        "checkpoint/weights.py", "    source.refuse_leftovers()\n", "", "checkpoint/test_weights.py -k silence",
+    ),
+    Fault(
+        "two fields of a rope that differ are refused: the new one holds",
+        "checkpoint/config.py", "    if not holds or theta != base", "    if theta != base",
+        "checkpoint/test_config.py -k two_fields",
+    ),
+)  # fmt: skip
