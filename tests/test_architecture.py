@@ -336,7 +336,7 @@ def test_imports_form_no_circle():
     require_no_circle(import_graph())
 
 
-@pytest.mark.parametrize("wing", ["tiers", "cache", "integrations", "kernels.cuda", "kernels.numba"])
+@pytest.mark.parametrize("wing", ["tiers", "cache", "integrations", "cli", "kernels.cuda", "kernels.numba"])
 def test_the_parts_of_a_wing_form_no_circle(wing):
     layer, graph = f"pagedkv.{wing}", {}
     for module, targets in import_graph().items():

@@ -18,10 +18,9 @@ from typing import Annotated, Final, cast
 import typer
 
 from pagedkv import __version__, debug
-from pagedkv.cli import options
+from pagedkv.cli import options, prompts
 from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
-from pagedkv.cli.inputs import prompts
 from pagedkv.cli.options import command
 from pagedkv.errors import InvalidRequest, PagedKVError
 

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
-from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
 from pagedkv.cli.options import Loading, Output, naming_options
+from pagedkv.cli.prompts import Prompt, Source, Templating
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.requests.request import Completion, Request
 from pagedkv.engine.sampling.params import GRAMMARS, SamplingParams

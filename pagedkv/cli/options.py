@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pagedkv.cli.inputs import shaping
+from pagedkv.cli import shaping
 from pagedkv.engine.checkpoint import hub
 from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.sampling.params import SamplingParams

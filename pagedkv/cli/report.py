@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from pagedkv.cli.inputs.prompts import Prompt
+    from pagedkv.cli.prompts import Prompt
     from pagedkv.engine.requests.request import Completion, Request
     from pagedkv.engine.step.engine import Engine
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pagedkv.cli import shaping
 from pagedkv.cli.generate import params_of
-from pagedkv.cli.inputs import shaping
 from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.engine.sampling.params import SamplingParams
