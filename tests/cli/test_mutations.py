@@ -78,7 +78,7 @@ FAULTS = (
     ),
     Fault(
         "a message has a content: a misspelt one is an empty text",
-        "pagedkv.cli.inputs.prompts", '    content = value.get("content")\n',
+        "pagedkv.cli.prompts", '    content = value.get("content")\n',
         '    content = value.get("content", "")\n', "cli/test_refusals.py -k costs_no_other",
     ),
     Fault(
