@@ -31,7 +31,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 VARIABLE = "PAGEDKV_FAULT"
-WINGS = ("core", "engine", "integrations", "kernels", "tiers")
+WINGS = ("cli", "core", "engine", "integrations", "kernels", "tiers")
 
 
 class Fault(NamedTuple):

@@ -73,4 +73,52 @@ FAULTS = (
         "checkpoint/config.py", "    if not holds or theta != base", "    if theta != base",
         "checkpoint/test_config.py -k two_fields",
     ),
+    Fault(
+        "a body that is too large never reaches the routes: its parts are joined",
+        "serve/gate.py", "        if size > most:\n", "        if size > most + 1:\n",
+        "serve/test_gate.py -k too_large",
+    ),
+    Fault(
+        "without a key no body takes a place: only those under /v1",
+        "serve/gate.py", 'scope["method"] == "POST" or scope["path"]', 'scope["path"]',
+        "serve/test_gate.py -k without_a_key",
+    ),
+    Fault(
+        "a request has one length: both are taken",
+        "serve/gate.py", '"content-length" in headers and "transfer', '"length" in headers and "transfer',
+        "serve/test_gate.py -k two_lengths",
+    ),
+    Fault(
+        "the only request of a tenant gets in: not if others fill the server",
+        "serve/gate.py", " or (shares is not None and shares.has_none(tenant))", "",
+        "serve/test_keys.py -k the_only_request",
+    ),
+    Fault(
+        "a priority orders the requests of one tenant: those of all",
+        "serve/shares.py",
+        "return priority if self._shares.shares_priorities else level", "return priority",
+        "serve/test_keys.py -k behind_the_first_of_others",
+    ),
+    Fault(
+        "an unknown field at any depth is refused: dropped in silence",
+        "serve/bodies.py", "                if field is None:\n                    raise",
+        '                if field is None and "prompt" not in fields:\n                    continue\n'
+        "                if field is None:\n                    raise",
+        "serve/test_bodies.py -k unknown_field",
+    ),
+    Fault(
+        "the first mistake of a body ends its reading: all mistakes of a list are told",
+        "serve/bodies.py", "Field(fail_fast=True), Tag(LIST)", "Tag(LIST)",
+        "serve/test_bodies.py -k first_mistake",
+    ),
+    Fault(
+        "a chat has all tokens that fit in chunks: as if a step had no chunks",
+        "serve/app.py", "engine.cache, engine.scheduler.limits.chunk", "engine.cache, 2048",
+        "serve/test_service.py -k under_a_window",
+    ),
+    Fault(
+        "a stream that is closed gives its frames back: its requests go on",
+        "serve/streaming.py", "    owner._orders.put(box)\n", "    owner._orders.put(None)\n",
+        "serve/test_streaming.py -k gives_its_frames_back",
+    ),
 )  # fmt: skip
