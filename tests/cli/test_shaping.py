@@ -15,7 +15,7 @@ from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.engine.sampling.params import SamplingParams
 
-from ..model.sampling.test_grammar import byte_tokenizer
+from ..engine.sampling.test_grammar import byte_tokenizer
 
 LAMP = "Mira keeps a red lamp in the cellar. Where is the lamp of Mira?"
 ANSWER = "Mira keeps a red lamp in the cellar.\n"
