@@ -108,13 +108,13 @@ def _environment() -> Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
-def tojson(
+def _tojson(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,

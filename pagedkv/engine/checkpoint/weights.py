@@ -64,7 +64,7 @@ FLOATS: Final = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class _LayerWeights:
     """One decoder layer. Linear weights are [out, in], as `torch.nn.functional.linear` takes them.
 
     A tensor that the family does not have is None. qkv, out, gate_up and down may be integers with scales.
@@ -93,7 +93,7 @@ class Weights:
     """All weights of a decoder: `embedding` and `head` [V, hidden] (one tensor if tied and dense), `norm` [hidden]."""
 
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[_LayerWeights, ...]
     norm: Tensor
     head: Tensor | Matrix
 
@@ -145,7 +145,7 @@ def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor | M
     return source.linear([(name, config.vocab_size)], config.hidden_size)
 
 
-def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
+def _layer(source: _Source, config: ModelConfig, index: int) -> _LayerWeights:
     """Read one decoder layer."""
     at, c = f"layers.{index}", config
     q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -168,7 +168,7 @@ def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
 
     # In a sandwich, `post_attention_layernorm` follows attention; in the other families it comes before the MLP.
     before_mlp = "pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"
-    return LayerWeights(
+    return _LayerWeights(
         attention_norm=_norm(source, config, f"{at}.input_layernorm.weight"),
         qkv=weight(qkv, c.hidden_size),
         qkv_bias=bias(qkv, present=c.qkv_bias),

@@ -46,26 +46,26 @@ if TYPE_CHECKING:
 DTYPES: Final = {name: quant.DTYPES[name] for name in quant.FLOATS}
 
 
-class Layers(Protocol):
+class _Layers(Protocol):
     """An object whose item i is layer i of the pool: a `PagedKVCache`, or a list."""
 
     def __getitem__(self, layer: int, /) -> KVLayer: ...
 
 
-class Batches(Protocol):
+class _Batches(Protocol):
     """An object whose item i is the batch of layer i: a `PlannedBatch`, whose layers may be in several groups."""
 
     def __getitem__(self, layer: int, /) -> PagedBatch: ...
 
 
-class BoundLayer(NamedTuple):
+class _BoundLayer(NamedTuple):
     """The write into a layer of a pool, and the attention over it."""
 
     store: BoundWrite
     attend: Callable[..., Tensor]
 
 
-class BoundLayers(tuple[BoundLayer, ...]):
+class BoundLayers(tuple[_BoundLayer, ...]):
     """All layers of a pool, bound for many steps: the result of `Decoder.bind`."""
 
 
@@ -103,7 +103,7 @@ class Decoder:
         computed_in, where = DTYPES[dtype or config.dtype], device_of(device)
         return cls(config, load_weights(folder, config, dtype=computed_in, device=where, kind=weights))
 
-    def bind(self, layers: Layers, backend: str | None = None) -> BoundLayers:
+    def bind(self, layers: _Layers, backend: str | None = None) -> BoundLayers:
         """Return the write and the attention of each layer, checked once for all steps.
 
         Calls bound to a PagedKVCache follow its `resize`, and have its kernel.
@@ -118,13 +118,13 @@ class Decoder:
                 return layers.attention(i, **options)
             return bind_attention(layers[i], backend=backend, **options)
 
-        def bound(i: int) -> BoundLayer:
+        def bound(i: int) -> _BoundLayer:
             window, near = c.windows[i], attention(i, window=c.windows[i])
             store = layers.write(i) if isinstance(layers, PagedKVCache) else bind_write(layers[i], backend=backend)
             if not c.sinks or window is None:
-                return BoundLayer(store, near)
+                return _BoundLayer(store, near)
             far, rotary = attention(i, causal=False), self._rotary[c.ropes[i]]
-            return BoundLayer(store, SinkAttention(near, far, far_batches, rotary, window=window, sinks=c.sinks))
+            return _BoundLayer(store, SinkAttention(near, far, far_batches, rotary, window=window, sinks=c.sinks))
 
         return BoundLayers(bound(i) for i in range(c.num_layers))
 
@@ -132,8 +132,8 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        batch: PagedBatch | Batches,
-        layers: Layers | BoundLayers,
+        batch: PagedBatch | _Batches,
+        layers: _Layers | BoundLayers,
         *,
         logits_of: Tensor | None = None,
         backend: str | None = None,

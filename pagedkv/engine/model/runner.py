@@ -35,7 +35,7 @@ LEAST_LENGTH: Final = 1024
 """A graph serves sequences of up to a power of two of tokens, and of at least so many."""
 
 
-class Graph(Protocol):
+class _Graph(Protocol):
     """A recording of work on a device, which can be repeated on the same memory."""
 
     def capture(self, call: Callable[[], Tensor]) -> Tensor:
@@ -45,7 +45,7 @@ class Graph(Protocol):
         """Do the recorded work."""
 
 
-class CudaGraph:
+class _CudaGraph:
     """A graph of CUDA kernels. `beside`: a graph that never runs at the same time, whose memory it shares."""
 
     def __init__(self, beside: Any) -> None:
@@ -71,7 +71,7 @@ class _Bucket:
         self._host = torch.zeros(fixed.num_sequences, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._array = self._host.numpy()
         self.token_ids: Tensor = torch.zeros(fixed.num_sequences, dtype=torch.int64, device=device)
-        self.graph: Graph | None = None
+        self.graph: _Graph | None = None
         self.result: Tensor = memory.logits
         self.tables: Any = None
         """The addresses and sizes of the pool and the page tables that the graph reads; None before the first step."""
@@ -89,7 +89,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: PagedKVCache, *, graphs: Callable[[Graph | None], Graph] | None = None
+        self, decoder: Decoder, cache: PagedKVCache, *, graphs: Callable[[_Graph | None], _Graph] | None = None
     ) -> None:
         self.layers: BoundLayers = decoder.bind(cache)
         self.decoder: Decoder = decoder
@@ -178,7 +178,7 @@ class ModelRunner:
 
 def runner_of(decoder: Decoder, cache: PagedKVCache) -> ModelRunner:
     """Return the runner of one process, with graphs on a GPU unless checks read values back from it."""
-    graphs = CudaGraph if decoder.device.type == "cuda" and not debug.level() else None
+    graphs = _CudaGraph if decoder.device.type == "cuda" and not debug.level() else None
     return ModelRunner(decoder, cache, graphs=graphs)
 
 

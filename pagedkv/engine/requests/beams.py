@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.sampling.params import SamplingParams
 
 
-class Beam(NamedTuple):
+class _Beam(NamedTuple):
     """An output.
 
     score:  a live beam's sum of log-probabilities; an ended beam's sum divided by length ** length_penalty
@@ -56,8 +56,8 @@ class Beam(NamedTuple):
 class Beams(NamedTuple):
     """The state of a search: live and ended beams, the best first."""
 
-    live: tuple[Beam, ...] = (Beam((), 0.0),)
-    ended: tuple[Beam, ...] = ()
+    live: tuple[_Beam, ...] = (_Beam((), 0.0),)
+    ended: tuple[_Beam, ...] = ()
     is_done: bool = False
 
 
@@ -119,7 +119,7 @@ class BeamSearch:
         most = min(max(2, 1 + len(self.ends)) * self.num_beams, sums.numel())
         found = sums.flatten().topk(most)
         best = [
-            Beam((*state.live[place // vocabulary].tokens, place % vocabulary), score, place // vocabulary)
+            _Beam((*state.live[place // vocabulary].tokens, place % vocabulary), score, place // vocabulary)
             for score, place in zip(found.values.tolist(), found.indices.tolist(), strict=True)
         ]
         penalised = (found.values / length**self._length_penalty).tolist()
@@ -136,7 +136,7 @@ class BeamSearch:
         live = live[: self.num_beams]
         return Beams(tuple(live), tuple(kept), is_last or self._is_done(live[0], kept))
 
-    def _is_done(self, best: Beam, ended: list[Beam]) -> bool:
+    def _is_done(self, best: _Beam, ended: list[_Beam]) -> bool:
         """Return whether the search ends: the best live beam, as good as it may become, is no better than all ended.
 
         A log-probability is negative, so a sum only falls; but the mean of more tokens may rise. With early_stopping

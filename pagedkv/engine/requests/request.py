@@ -26,7 +26,7 @@ OnText = Callable[["Completion", str], None]
 """A listener: called with a completion and its next piece of text. The last call, at its end, may bring ""."""
 
 
-class Search(Protocol):
+class _Search(Protocol):
     """A search that fills the completions of a request at its end: `BeamSearch` of beams.py, which knows requests."""
 
     num_beams: int
@@ -55,7 +55,7 @@ class Request:
     deadline: float | None = None
     priority: int = 0
     grammar: Grammar | None = field(default=None, repr=False)
-    search: Search | None = field(default=None, repr=False)
+    search: _Search | None = field(default=None, repr=False)
 
     def fail(self, error: str) -> None:
         """End all completions that run with an error."""

@@ -98,7 +98,7 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class Sampled(NamedTuple):
+class _Sampled(NamedTuple):
     """The next tokens of all rows.
 
     tokens:   int64 [B], on the device of the logits; -1 for a row with an error
@@ -111,7 +111,7 @@ class Sampled(NamedTuple):
     logprobs: dict[int, TokenLogprobs]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> _Sampled:
     """Choose the next token of each request.
 
     A row has an error if its largest logit is not finite, or its rules fail: any token would be wrong. Its generator
@@ -144,7 +144,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         b: TokenLogprobs(z - log_sums[b], _top(logits[b], log_sums[b], counts[b]))
         for b, z in zip(asked, chosen, strict=True)
     }
-    return Sampled(tokens, errors, logprobs)
+    return _Sampled(tokens, errors, logprobs)
 
 
 def _not_finite(largest: Tensor) -> list[int]:

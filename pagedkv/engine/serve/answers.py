@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.serve.streaming import Piece
 
 
-def usage(requests: Sequence[Request]) -> dict[str, Any]:
+def _usage(requests: Sequence[Request]) -> dict[str, Any]:
     """Return the tokens of all requests; those of a prompt count once for all of its samples."""
     prompt = sum(len(request.prompt_ids) for request in requests)
     made = sum(len(completion.token_ids) for request in requests for completion in request.completions)
@@ -143,7 +143,7 @@ class Answer:
             for prompt, request in enumerate(requests)
             for completion in request.completions
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage(requests)}
+        return {**self._head("chat.completion"), "choices": choices, "usage": _usage(requests)}
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """Return the object of one piece."""
@@ -160,7 +160,7 @@ class Answer:
 
     def last(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the object behind all pieces, with the usage and no choice."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage(requests)}
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(requests)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         prefix, kind = ("chatcmpl", kind) if self.is_chat else ("cmpl", "text_completion")

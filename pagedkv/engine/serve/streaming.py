@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
     from pagedkv.engine.requests.request import Completion, Request
     from pagedkv.engine.sampling.params import SamplingParams
-    from pagedkv.engine.step.checks import Prompt
-    from pagedkv.engine.step.engine import Engine
+    from pagedkv.engine.step.engine import Engine, Prompt
 
 CLOSE_SECONDS: Final = 30
 """The time that a step under way has to end when the engine is closed."""

@@ -1,7 +1,6 @@
 """Steps: the loop of the engine. Each file is one noun; `Engine.step` calls them in order.
 
 engine      requests in, completions out: the loop itself
-checks      a request, and a cache, before the engine takes them
 scheduler   which sequences compute which tokens, and which is preempted
 fetches     pages that come up from tiers while others compute
 outcome     by a step's logits, what each sequence gets

@@ -29,10 +29,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.core.arguments import tenant_name, whole
+from pagedkv.core.arguments import real, tenant_name, token_row, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up_step
 from pagedkv.engine.checkpoint import BUNDLED
@@ -44,43 +46,35 @@ from pagedkv.engine.model.decoder import Decoder
 from pagedkv.engine.model.pool import new_cache
 from pagedkv.engine.model.runner import ModelRunner, runner_of
 from pagedkv.engine.model.streaming import endless
-from pagedkv.engine.requests.beams import BeamSearch
+from pagedkv.engine.requests.beams import BeamSearch, search_of
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.requests.request import Completion, OnText, Request
 from pagedkv.engine.requests.sequence import Chunk, SequenceState
 from pagedkv.engine.sampling.grammar import Grammars
 from pagedkv.engine.sampling.params import SamplingParams
-from pagedkv.engine.step import fetches
-from pagedkv.engine.step.checks import (
-    Prompt,
-    check_geometry,
-    check_listener,
-    check_request,
-    check_samples,
-    check_search,
-    deadline_of,
-    limits_of,
-    params_of_each,
-    prompt_ids,
-)
 from pagedkv.engine.step.delivery import Delivery
 from pagedkv.engine.step.events import StepEvent
+from pagedkv.engine.step.fetches import tiers_for
 from pagedkv.engine.step.meter import EngineStats, Meter
 from pagedkv.engine.step.outcome import outcome_of, rows_of
 from pagedkv.engine.step.scheduler import Scheduler
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
-from pagedkv.tiers.tier import Tier
+from pagedkv.tiers.tier import CLOSING, Tier
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
+    from pagedkv.engine.checkpoint.config import ModelConfig
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
 
 
-class Engine(ThreadGuard, fetches.OverTiers):
+class Engine(ThreadGuard):
     """Continuous batching over one model and one paged cache.
 
     Call `submit` and `step`, or `generate` to do both until all prompts are finished. A pool that runs out of frames
     costs time (sequences are preempted and computed again), never tokens. Any thread may submit and cancel; one thread
-    at a time steps.
+    at a time steps. A `with` block closes the engine at its end.
     """
 
     def __init__(
@@ -93,7 +87,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         drafter: Drafter | None = None,
     ) -> None:
         """drafter: the source of drafts; None for none."""
-        check_geometry(decoder, cache)
+        _check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
@@ -103,7 +97,9 @@ class Engine(ThreadGuard, fetches.OverTiers):
         self.speculation: Speculation | None = None
         if drafter is not None:
             self.speculation = Speculation(drafter, decoder.config)
-        self.scheduler: Scheduler = Scheduler(cache, limits_of(limits), self.forward.plan, speculation=self.speculation)
+        self.scheduler: Scheduler = Scheduler(
+            cache, _limits_of(limits), self.forward.plan, speculation=self.speculation
+        )
         self.events: list[StepEvent] | None = None  # set it to [] for a record of the steps (events.py)
         self._grammars = Grammars(tokenizer)
         self._inbox: deque[Request] = deque()
@@ -156,7 +152,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         cache_options.setdefault("watermark", 0.01)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
         identity = f"{decoder.dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
-        with fetches.tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
+        with tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
             cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
         return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter)
@@ -181,20 +177,20 @@ class Engine(ThreadGuard, fetches.OverTiers):
             tokens than the pool or the model can hold; QueueFull if Limits.max_waiting requests wait already
         """
         params = SamplingParams() if params is None else params
-        ids = prompt_ids(prompt, self.tokenizer)
+        ids = _prompt_ids(prompt, self.tokenizer)
         num_samples = whole(num_samples, "num_samples", 1)
-        check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
-        check_listener(on_text)
-        check_samples(num_samples, self.scheduler.limits)
+        _check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
+        _check_listener(on_text)
+        _check_samples(num_samples, self.scheduler.limits)
         now = time.perf_counter()
-        deadline = deadline_of(timeout, now)
+        deadline = _deadline_of(timeout, now)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
         request.grammar = self._grammars.compiled(params)
         request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
             most = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
             request.search = BeamSearch.of(params, self.tokenizer.eos_ids, most)
-            check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
+            _check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
         request.completions = [Completion(request, index) for index in range(num_samples)]
         with self._submitting:
             self._check_queue()
@@ -224,7 +220,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         """
         requests: list[Request] = []
         try:
-            for prompt, prompt_params in params_of_each(prompts, params):
+            for prompt, prompt_params in _params_of_each(prompts, params):
                 requests.append(self.submit(prompt, prompt_params, **options))
             self.run()
         except BaseException:
@@ -245,6 +241,21 @@ class Engine(ThreadGuard, fetches.OverTiers):
         with self._turn, suppress(ConcurrentUse):  # raised if another thread owns the cache
             if not self._is_stepping:
                 self._take_in()
+
+    def close(self, timeout: float = CLOSING) -> bool:
+        """Store what waits for a tier on disk, and close the tiers. Without tiers there is nothing to close.
+
+        timeout: about the most seconds that this takes; what was not stored then is lost, and is computed again. An
+            engine that was closed still answers, without tiers.
+        Returns: whether all was stored and no tier hangs
+        """
+        return self.cache.tiers.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stats(self) -> EngineStats:
         """Return counts of sequences, totals of tokens and steps, and percentiles of latencies. Any thread may call."""
@@ -372,3 +383,153 @@ class Engine(ThreadGuard, fetches.OverTiers):
         if self.speculation is not None:
             self.speculation.drafter.recover()
         self.scheduler.restart(self.delivery.begin_again(self._requests))
+
+
+def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of a prompt, which may be text. Raises: InvalidRequest"""
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer.encode(prompt)
+    elif isinstance(prompt, bytes | bytearray | memoryview) or (
+        isinstance(prompt, Sequence) and not {bool, np.bool_}.isdisjoint(map(type, prompt))
+    ):
+        raise InvalidRequest(f"the prompt is {type(prompt).__name__}; give text (str), or a list of token ids")
+    else:
+        ids = token_row(prompt).tolist()
+    if not ids:
+        raise InvalidRequest("the prompt is empty; give at least one token")
+    return ids
+
+
+def _params_of_each(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Return each prompt with its parameters.
+
+    Raises: InvalidRequest for one text in place of a list, or for another number of parameters
+    """
+    if isinstance(prompts, str | bytes):
+        raise InvalidRequest("generate takes a list of prompts, and one text was given; give [text]")
+    each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise InvalidRequest(
+            f"there are {len(prompts)} prompts and {len(each)} params; give one for all prompts, or one for each"
+        )
+    return list(zip(prompts, each, strict=True))
+
+
+def _limits_of(limits: Limits | None) -> Limits:
+    """Return the limits of an engine. Raises: InvalidRequest for another object"""
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidRequest(f"limits is {limits!r}; give Limits, such as Limits(max_sequences=8), or None")
+    return limits or Limits()
+
+
+def _check_request(
+    ids: list[int], params: SamplingParams, config: ModelConfig, cache: PagedKVCache, limits: Limits
+) -> None:
+    """Raise InvalidRequest if the model or the pool cannot hold the prompt and its output."""
+    spec, frames = cache.spec, cache.num_frames
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params is {params!r}; give SamplingParams, or None for greedy decoding")
+    strange = [token for token in ids if not 0 <= token < config.vocab_size]
+    if strange:
+        raise InvalidRequest(
+            f"token id {strange[0]} is outside the vocabulary of {config.vocab_size} tokens; "
+            "encode the prompt with the tokenizer of this model"
+        )
+    for name, named in (("logit_bias", params.logit_bias), ("allowed_ids", params.allowed_ids or ())):
+        if strange := [token for token in named if token >= config.vocab_size]:
+            raise InvalidRequest(
+                f"{name} has token id {strange[0]}, outside the vocabulary of {config.vocab_size} tokens; leave it out"
+            )
+    if len(ids) >= config.max_position_embeddings:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings} "
+            "(one is left for the output); shorten the prompt"
+        )
+    # The KV of the last token is never computed.
+    longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1
+    if (needed := cache.frames_for(longest, limits.chunk)) > frames:
+        raise InvalidRequest(
+            f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
+            f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
+        )
+
+
+def _check_samples(num_samples: int, limits: Limits) -> None:
+    """Raise InvalidRequest if the samples of a request could never run together."""
+    if num_samples > limits.max_sequences:
+        raise InvalidRequest(
+            f"num_samples is {num_samples}, and {limits.max_sequences} sequences may run at once; "
+            "lower it, or raise Limits.max_sequences"
+        )
+
+
+def _check_listener(on_text: OnText | None) -> None:
+    """Raise InvalidRequest if the listener cannot be called."""
+    if on_text is not None and not callable(on_text):
+        raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
+
+
+def _deadline_of(timeout: float | None, now: float) -> float | None:
+    """Return the time at which a request ends, or None. Raises: InvalidRequest if that is not after `now`"""
+    deadline = None if timeout is None else now + real(timeout, "timeout")
+    if deadline is not None and deadline <= now:
+        raise InvalidRequest(f"timeout is {timeout} s: the request would end before it begins; give more than 0")
+    return deadline
+
+
+def _check_search(request: Request, num_samples: int, config: ModelConfig, cache: PagedKVCache, limits: Limits) -> None:
+    """Raise InvalidRequest if the vocabulary, the pool or a step cannot have all beams of a request.
+
+    One sequence of the request passed `_check_request`.
+    """
+    search = search_of(request)
+    assert search is not None
+    beams, most = request.params.num_beams, min(limits.max_sequences, limits.max_batch_tokens)
+    if num_samples > beams:
+        raise InvalidRequest(f"num_samples is {num_samples}, num_beams {beams}; a search gives up to num_beams outputs")
+    if beams > most:
+        raise InvalidRequest(
+            f"num_beams is {beams}, a step takes {most} sequences; raise max_sequences and max_batch_tokens of Limits"
+        )
+    if (num_others := config.vocab_size - len(search.ends)) < beams:
+        raise InvalidRequest(
+            f"num_beams is {beams}, but only {num_others} of the {config.vocab_size} tokens in the vocabulary do not "
+            f"end an output; lower num_beams"
+        )
+    prompt, at_once = len(request.prompt_ids), limits.chunk
+    # Beams share the whole pages of the prompt, unless a window gives them back.
+    shared = prompt // cache.spec.block_size if cache.specs == (cache.spec,) and cache.spec.window is None else 0
+    needed = shared + beams * (cache.frames_for(prompt + request.params.max_tokens - 1, at_once) - shared)
+    if needed > cache.num_frames:
+        raise InvalidRequest(
+            f"{beams} beams of {prompt} tokens and up to {request.params.max_tokens} new ones take {needed} frames, "
+            f"the pool has {cache.num_frames}; raise num_frames or memory, or lower num_beams or max_tokens"
+        )
+
+
+def _check_geometry(decoder: Decoder, cache: PagedKVCache) -> None:
+    """Raise InvalidRequest if the cache was not made for the keys and values of `decoder`."""
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    wanted = decoder.config.spec(block_size=cache.spec.block_size, dtype=dtype)
+    facts = [("num_layers", wanted.num_layers, len(cache)), ("device", decoder.device.type, cache.device.type)]
+    for spec in cache.specs:
+        facts += [
+            ("num_kv_heads", wanted.num_kv_heads, spec.num_kv_heads),
+            ("head_dim", wanted.head_dim, spec.head_dim),
+            ("head_dim_v", wanted.value_dim, spec.value_dim),
+            ("dtype", wanted.dtype, spec.dtype),
+        ]
+    for layer, needed in enumerate(decoder.config.windows) if len(cache) == wanted.num_layers else ():
+        kept = cache.specs[cache.layer_groups[layer]].window
+        suffices = kept is None or (needed is not None and needed <= kept)
+        facts.append((f"window of layer {layer}", needed, needed if suffices else kept))
+        if kept is not None:
+            facts.append(("sinks", decoder.config.sinks, cache.specs[cache.layer_groups[layer]].sinks))
+    for name, need, have in facts:
+        if need != have:
+            raise InvalidRequest(
+                f"the cache was made for {name} {have}, the decoder has {need}; build the cache from "
+                "decoder.config.spec() or decoder.config.specs()"
+            )

@@ -1,17 +1,16 @@
 """Fetches: the prompts at the head of the queue come up from the tiers below the pool while others compute.
 
-It also knows how an engine begins over tiers, which a person may write as texts, and how it ends.
+It also knows how an engine begins over tiers, which a person may write as texts.
 """
 
 from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.from_text import tiers_of
-from pagedkv.tiers.tier import CLOSING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,97 +26,81 @@ WAIT: Final = 0.05
 """Seconds that a step without work waits for such pages."""
 
 
-def ask(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> None:
-    """Begin to fetch the first sequences, and ask again for those whose pages the pool had too few frames for.
+class Fetches:
+    """The fetches of a queue of sequences into one cache."""
 
-    Their pages are held until they are admitted. A fetch that brought less than it asked for is not repeated: the tier
-    fails, and would be asked in each step.
-    """
-    ahead = list(itertools.islice(waiting, AHEAD))
-    for place, sequence in enumerate(ahead):
-        before = sequence.fetch
-        if sequence.space is None and (before is None or _may_go_on(before, cache, ahead[place + 1 :])):
-            _begin(cache, sequence)
-            if before is not None:
-                before.cancel()
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache: PagedKVCache = cache
 
+    def ask(self, waiting: Iterable[SequenceState]) -> None:
+        """Begin to fetch the first sequences, and ask again for those whose pages the pool had too few frames for.
 
-def _begin(cache: PagedKVCache, sequence: SequenceState) -> None:
-    sequence.fetch = cache.fetch(sequence.tokens, tenant=sequence.completion.request.tenant, hold=True)
-
-
-def _has_twice(cache: PagedKVCache, sequence: SequenceState) -> bool:
-    """Return whether the pool has twice the frames that a sequence needs."""
-    pages = -(-len(sequence.tokens) // cache.spec.block_size)
-    return 2 * pages * len(cache.specs) <= cache.available_to(sequence.completion.request.tenant) - cache.reserve
-
-
-def _may_go_on(fetch: Fetch, cache: PagedKVCache, later: Sequence[SequenceState]) -> bool:
-    """Return whether the pool has the frames now that `fetch` lacked. Pages that `later` sequences hold yield to it."""
-    if not fetch.done or fetch.tokens < fetch.asked or not fetch.lacked:
-        return False
-    most = cache.available_to(fetch.tenant) - cache.reserve
-    if most - cache.tiers.num_held(fetch.tenant) < fetch.lacked <= most:
-        for sequence in later:
-            release(sequence)
-    return fetch.lacked <= cache.available_to(fetch.tenant) - cache.reserve - cache.tiers.num_held(fetch.tenant)
-
-
-def release(sequence: SequenceState) -> None:
-    """Hold the pages of `sequence` no longer, if they have arrived: it maps them now, or has to do without."""
-    if sequence.fetch is not None and sequence.fetch.done:
-        sequence.fetch.cancel()
-
-
-def take_back(cache: PagedKVCache) -> bool:
-    """End the fetch that began last, as a sequence lacks frames. Return whether its frames came back within a moment.
-
-    Pages that were held came back before: `PagedKVCache.plan` takes them. A tier that hangs keeps the frames that it
-    may write into; `PagedKVCache.commit` gives them back later.
-    """
-    return cache.tiers.num_fetches > 0 and cache.tiers.abandon(WAIT)
-
-
-def wait(waiting: Iterable[SequenceState]) -> bool:
-    """Wait a moment for pages, as there is nothing to compute meanwhile. Return whether any were on their way."""
-    fetch = next((s.fetch for s in waiting if s.fetch is not None and not s.fetch.done), None)
-    if fetch is not None:
-        fetch.wait(WAIT)
-    return fetch is not None
-
-
-def first_ready(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> SequenceState | None:
-    """Return the first waiting sequence whose pages are not on their way; None if there is none.
-
-    One that was not asked for yet, as it is not among the first, is asked for now if there is room: it may be admitted.
-    """
-    for sequence in waiting:
-        if sequence.fetch is None and sequence.space is None and cache.tiers and _has_twice(cache, sequence):
-            _begin(cache, sequence)
-        if sequence.fetch is None or sequence.fetch.done:
-            return sequence
-    return None
-
-
-class OverTiers:
-    """The end of an engine over tiers. A `with` block closes the engine at its end."""
-
-    cache: PagedKVCache
-
-    def close(self, timeout: float = CLOSING) -> bool:
-        """Store what waits for a tier on disk, and close the tiers. Without tiers there is nothing to close.
-
-        timeout: about the most seconds that this takes; what was not stored then is lost, and is computed again. An
-            engine that was closed still answers, without tiers.
-        Returns: whether all was stored and no tier hangs
+        Their pages are held until they are admitted. A fetch that brought less than it asked for is not repeated: the
+        tier fails, and would be asked in each step.
         """
-        return self.cache.tiers.close(timeout)
+        ahead = list(itertools.islice(waiting, AHEAD))
+        for place, sequence in enumerate(ahead):
+            before = sequence.fetch
+            if sequence.space is None and (before is None or self._may_go_on(before, ahead[place + 1 :])):
+                self._begin(sequence)
+                if before is not None:
+                    before.cancel()
 
-    def __enter__(self) -> Self:
-        return self
+    def _begin(self, sequence: SequenceState) -> None:
+        sequence.fetch = self.cache.fetch(sequence.tokens, tenant=sequence.completion.request.tenant, hold=True)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _has_twice(self, sequence: SequenceState) -> bool:
+        """Return whether the pool has twice the frames that a sequence needs."""
+        pages = -(-len(sequence.tokens) // self.cache.spec.block_size)
+        return 2 * pages * len(self.cache.specs) <= self._available_to(sequence.completion.request.tenant)
+
+    def _available_to(self, tenant: bytes) -> int:
+        return self.cache.available_to(tenant) - self.cache.reserve
+
+    def _may_go_on(self, fetch: Fetch, later: Sequence[SequenceState]) -> bool:
+        """Return whether the pool has the frames now that `fetch` lacked. Pages that `later` ones hold yield to it."""
+        if not fetch.done or fetch.tokens < fetch.asked or not fetch.lacked:
+            return False
+        most = self._available_to(fetch.tenant)
+        if most - self.cache.tiers.num_held(fetch.tenant) < fetch.lacked <= most:
+            for sequence in later:
+                self.release(sequence)
+        return fetch.lacked <= self._available_to(fetch.tenant) - self.cache.tiers.num_held(fetch.tenant)
+
+    @staticmethod
+    def release(sequence: SequenceState) -> None:
+        """Hold the pages of `sequence` no longer, if they have arrived: it maps them now, or has to do without."""
+        if sequence.fetch is not None and sequence.fetch.done:
+            sequence.fetch.cancel()
+
+    def take_back(self) -> bool:
+        """End the fetch that began last, as a sequence lacks frames. Return whether its frames came back in a moment.
+
+        Pages that were held came back before: `PagedKVCache.plan` takes them. A tier that hangs keeps the frames that
+        it may write into; `PagedKVCache.commit` gives them back later.
+        """
+        return self.cache.tiers.num_fetches > 0 and self.cache.tiers.abandon(WAIT)
+
+    @staticmethod
+    def wait(waiting: Iterable[SequenceState]) -> bool:
+        """Wait a moment for pages, as there is nothing to compute meanwhile. Return whether any were on their way."""
+        fetch = next((s.fetch for s in waiting if s.fetch is not None and not s.fetch.done), None)
+        if fetch is not None:
+            fetch.wait(WAIT)
+        return fetch is not None
+
+    def first_ready(self, waiting: Iterable[SequenceState]) -> SequenceState | None:
+        """Return the first waiting sequence whose pages are not on their way; None if there is none.
+
+        One that was not asked for yet, as it is not among the first, is asked for now if there is room: it may be
+        admitted.
+        """
+        for sequence in waiting:
+            if sequence.fetch is None and sequence.space is None and self.cache.tiers and self._has_twice(sequence):
+                self._begin(sequence)
+            if sequence.fetch is None or sequence.fetch.done:
+                return sequence
+        return None
 
 
 @contextmanager

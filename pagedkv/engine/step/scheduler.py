@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from pagedkv.core.recovery import assign_together
 from pagedkv.engine.requests import beams
 from pagedkv.engine.requests.sequence import Chunk, SequenceState
-from pagedkv.engine.step import fetches
+from pagedkv.engine.step.fetches import Fetches
 from pagedkv.errors import OutOfFrames, QuotaExceeded
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Scheduler:
     ) -> None:
         """Begin without sequences. plan: plans the steps; None for `cache.plan`. speculation: adds drafts to them."""
         self.cache: PagedKVCache = cache
+        self.fetches: Fetches = Fetches(cache)
         self.limits: Limits = limits
         self.speculation: Speculation | None = speculation
         self._plan: Plan = plan or cache.plan
@@ -83,9 +84,9 @@ class Scheduler:
         if self.searching:
             self.searching = {request for request in self.searching if not request.finished}
         if self.cache.tiers:
-            fetches.ask(self.cache, self.waiting)
+            self.fetches.ask(self.waiting)
         chunks = self._choose(admit=True)
-        if not chunks and fetches.wait(self.waiting):
+        if not chunks and self.fetches.wait(self.waiting):
             chunks = self._choose(admit=True)
         if self.speculation is not None:
             chunks = self.speculation.extend(chunks, self.limits.max_batch_tokens)
@@ -97,7 +98,7 @@ class Scheduler:
                 if any(chunk.drafts for chunk in chunks):  # a guess is worth no other sequence's frames
                     chunks = [chunk.without_drafts() for chunk in chunks]
                     continue
-                if fetches.take_back(self.cache):  # nor are pages that no sequence reads yet
+                if self.fetches.take_back():  # nor are pages that no sequence reads yet
                     continue
                 if not self._make_room(error):
                     return [], None
@@ -219,7 +220,7 @@ class Scheduler:
             budget -= self._run(sequence)
         candidates, held = iter(tuple(self.waiting)), dict[SequenceState, tuple[SequenceState, int]]()
         saved: Counter[SequenceState] = Counter()
-        while first := fetches.first_ready(self.cache, candidates):
+        while first := self.fetches.first_ready(candidates):
             if budget <= 0 and _priority(first) >= _priority(self.running[-1]):
                 break
             if found := self._awaited(first):
@@ -243,7 +244,7 @@ class Scheduler:
     def _start(self, sequence: SequenceState) -> None:
         """Move a waiting sequence, which was admitted, to the running ones."""
         self.waiting.remove(sequence)
-        fetches.release(sequence)
+        self.fetches.release(sequence)
         sequence.fetch = sequence.awaited = None
         self.running.insert(_place(self.running, sequence), sequence)
 
