@@ -92,19 +92,6 @@ def test_held_out_questions_over_four_thousand_tokens(dtype: str) -> None:
     assert right >= 98
 
 
-@pytest.mark.slow
-def test_forty_prompts_through_a_pool_that_holds_three() -> None:
-    pages = [document(200 + 3 * seed, seed=seed) for seed in range(40)]
-    prompts = [page.prompt(page.questions[0]) for page in pages]
-    wide = Engine.load(dtype="float32", num_frames=2000)
-    alone = [wide.generate([prompt], SHORT)[0].completions[0].token_ids for prompt in prompts]
-    narrow = Engine.load(dtype="float32", num_frames=3 * 24)
-    together = [request.completions[0].token_ids for request in narrow.generate(prompts, SHORT)]
-    assert together == alone
-    assert answers(narrow, prompts) == [page.questions[0].answer for page in pages]
-    assert narrow.cache.stats().peak_mapped <= 72
-
-
 def test_less_than_four_percent_of_the_slots_are_wasted_on_a_mixed_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 60 to 1,900 tokens arrive and finish, at block size 16; a third of them have four samples."""
     monkeypatch.setattr("pagedkv.engine.step.meter.MEASURED", 1)  # every step counts
@@ -177,12 +164,3 @@ def test_a_damaged_frame_changes_the_answer(
         engine.cache.check()
     engine.run()
     assert request.completions[0].text != question.answer
-
-
-def test_undamaged_frames_give_the_same_answer_again(engine: Engine) -> None:
-    """The counterpart of the test above: only the damage changes the answer."""
-    page = document(600, seed=1)
-    prompts = [page.prompt(question) for question in page.questions[:3]]
-    first = answers(engine, prompts)
-    assert answers(engine, prompts) == first == [question.answer for question in page.questions[:3]]
-    assert engine.cache.stats().tokens_matched > 0

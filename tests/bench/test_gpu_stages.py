@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from pagedkv import KernelUnavailable, paged_attention
-from pagedkv.bench.gpu import attention, constants, environment, host, pool, prefill, race, sass
-from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.cuda.specialisation import CLASSES, KeyLayout
+from pagedkv.bench.gpu import attention, host, pool, prefill, race, sass
 
 TINY = replace(attention.BASE, batch=3, context=50, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
 
@@ -123,49 +121,6 @@ def test_each_measurement_runs_and_names_what_refuses(
         "us 100, must be <= 99: MISSED",
     ):
         assert text in printed, text
-
-
-@pytest.mark.parametrize("kv", ["", "fp8_e4m3", "int8", "int4"])
-def test_no_call_of_a_graph_reads_the_frames_of_another(kv: str) -> None:
-    cell = replace(TINY, kv=kv, lengths="zipf")
-    drawn = attention.GpuPool(cell)
-    frames = [batch.block_table[batch.block_table >= 0] for batch in drawn.batches()]
-    assert len(torch.cat(frames).unique()) == sum(map(len, frames)) == sum(drawn.pages) * drawn.calls
-    assert drawn.kv_bytes == 150 * 2 * 2 * 64 * {"": 16, "int4": 4}.get(kv, 8) // 8
-
-
-def test_other_constants_are_those_of_one_class_until_the_end() -> None:
-    kinds, dims, shared = (1, 1), (128, 128), (227 << 10, 228 << 10)
-    own = constants.attention.specialise
-    with constants.own():
-        constants.use("decode", {"warps_n": 2, "blocks": 1})
-        changed, other = (
-            constants.attention.specialise(kinds, dims, rows, KeyLayout(), shared) for rows in CLASSES[:2]
-        )
-        assert (changed.warps_n, changed.blocks) == (2, 1)
-        assert other == own(kinds, dims, CLASSES[1], KeyLayout(), shared)
-        constants.use("decode", {"stages": 99})
-        with pytest.raises(InvalidRequest, match="bytes of shared memory"):
-            constants.attention.specialise(kinds, dims, CLASSES[0], KeyLayout(), shared)
-    assert constants.attention.specialise is own
-
-
-def test_every_promise_is_about_a_cell_that_is_measured() -> None:
-    for cells in (attention.QUICK, attention.GROUPS):
-        group = {cell: i for i, part in enumerate(cells) for cell in part}
-        for must in attention.MUSTS:
-            if must.cell.kind == "prefill":
-                assert (must.cell.new, must.cell.context) in prefill.SHAPES
-                continue
-            assert must.twin is None or group[must.twin] == group[must.cell], "a ratio is of one moment"
-
-
-def test_the_environment_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert environment.main(["--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("torch finds no GPU on this machine")
-    assert json.loads((tmp_path / "environment.json").read_text())["backends"]["cuda"], "it says what it lacks"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +76,6 @@ def test_rows_are_kept_and_read_again(tmp_path: Path) -> None:
         record.append([row], tmp_path, "manager")
 
 
-def test_a_command_keeps_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.orig_argv", ["/opt/python3", "-m", "pagedkv.bench.attention.calls"])
-    assert record.command() == "python3 -m pagedkv.bench.attention.calls"
-    monkeypatch.setattr("sys.orig_argv", ["/opt/python3", "/usr/bin/pagedkv", "bench", "all"])
-    monkeypatch.setattr("sys.argv", ["/usr/bin/pagedkv", "bench", "all"])
-    assert record.command() == "pagedkv bench all"
-
-
 def times(factor: float) -> dict[str, Any]:
     return ROW | {"median": ROW["median"] * factor, "turns": [turn * factor for turn in ROW["turns"]]}
 
@@ -110,17 +101,3 @@ def test_relative_figures_are_ratios_of_one_run() -> None:
     changes = compare.compared(first, second, is_relative=True)
     assert [round(change.ratio, 2) for change in changes] == [0.5, 1.0], "a slower machine is no slower program"
     assert [change.has_fallen(0.05) for change in changes] == [True, False]
-
-
-def test_the_status_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = compare.compared([ROW], [times(2)], is_relative=False)
-    assert compare.report(changes, 0.05, as_json=False) == 1
-    assert "FELL" in capsys.readouterr().out
-    assert compare.report(changes, 0.6, as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)[0]["fell"] is False
-
-
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "bench/results").glob("baseline-*.jsonl")))
-def test_a_baseline_can_be_compared(path: Path) -> None:
-    rows = record.read(path)
-    assert len(compare.compared(rows, rows, is_relative=True)) > 20

@@ -1,4 +1,4 @@
-"""The devices of these tests: the CPU always, a GPU with `-m gpu`."""
+"""The devices of these tests: a GPU with `-m gpu`, and the CPU with `-m slow`, on which other tests say the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["checkpoint"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the models are made here
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of a device. On a GPU checks of values are off: a capture forbids them."""
     if request.param == "cuda":

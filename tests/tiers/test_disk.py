@@ -225,17 +225,18 @@ def test_a_page_that_is_written_while_the_tiers_forget_is_not_sealed(
             may_go_on.wait(20)
         return is_held
 
-    monkeypatch.setattr(slots, "CLOSING", 0.05)
+    for module in (slots, disk):
+        monkeypatch.setattr(module, "CLOSING", 0.05)
     monkeypatch.setattr(PoolView, "holds", slow)
-    disk = DiskTier(tmp_path, "1MiB", threads=1)
-    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[disk]))
+    tier = DiskTier(tmp_path, "1MiB", threads=1)
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
     world.run(IDS)
     assert looked.wait(20)
     world.cache.forget()
     may_go_on.set()
-    while disk._mover.num_pages:
+    while tier._mover.num_pages:
         time.sleep(0.001)
-    assert not disk._seals["serial"].any()  # and a process that is killed now leaves no page of the old weights
+    assert not tier._seals["serial"].any()  # and a process that is killed now leaves no page of the old weights
     world.cache.tiers.close()
 
 

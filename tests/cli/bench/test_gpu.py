@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-
 import pytest
 import torch
 
-from pagedkv.bench.gpu import attention
 from pagedkv.cli.app import main
 
 
@@ -29,17 +25,3 @@ def test_what_cannot_be_measured_is_refused_with_the_remedy(
         main(["bench", "attention", *options])
     assert ended.value.code
     assert text in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-def test_json_is_one_list_and_the_lines_go_to_stderr(command, monkeypatch, tmp_path):
-    row = {"case": str(attention.BASE), "who": "triton", "us": 50.0, "GB_per_s": 4000.0, "of_ceiling": 0.9}
-    row["cell"] = dataclasses.asdict(attention.BASE)
-    monkeypatch.setattr(attention, "require_gpu", lambda: None)
-    monkeypatch.setattr(attention, "provenance", lambda: {"gpu": "a GPU"})
-    monkeypatch.setattr(attention, "QUICK", ((attention.BASE,),))
-    monkeypatch.setattr(attention, "measure", lambda *_: [dict(row)])
-    options = ("--device", "cuda", "--json", "--record", tmp_path / "rows.jsonl")
-    status, out, err = command("bench", "attention", *options)
-    assert status == 0, err
-    assert json.loads(out) == [row | {"gpu": "a GPU"}]
-    assert "triton 50.0 us, 0.90" in err

@@ -173,37 +173,6 @@ def test_prompts_after_virtual_tokens_find_no_pages_of_prompts_without(kind: str
     assert tokens(model) == expected
 
 
-def test_an_adapter_of_the_embeddings_is_served() -> None:
-    config = lora("q_proj", "embed_tokens")
-    from peft import get_peft_model
-
-    model = get_peft_model(model_of("llama"), config).eval()
-    expected = tokens(model)
-    handle = patch(model.get_base_model(), memory="16MiB")
-    assert tokens(model) == tokens(model) == expected
-    handle.unpatch()
-
-
-def test_an_adapter_that_transformers_added_is_served() -> None:
-    config = lora("q_proj", "k_proj")
-    model = model_of("llama")
-    before = tokens(model)
-    handle = patch(model, memory="16MiB")
-    assert tokens(model) == before
-    try:
-        model.add_adapter(config, "a")
-    except ValueError as error:
-        pytest.skip(str(error))  # this host wants another PEFT
-    model.eval()
-    found = tokens(model)
-    model.disable_adapters()
-    assert tokens(model) == before
-    model.enable_adapters()
-    assert tokens(model) == found != before
-    handle.unpatch()
-    assert tokens(model) == found
-
-
 # -- accelerate --------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "the same prompts again": {},
     "beams": {"num_beams": 3},
     "beams that are returned": {"num_beams": 2, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "samples of beams": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 4},
     "an assistant": {},
 }
@@ -42,7 +44,8 @@ def generated(model: Any, way: str, assistant: Any, **options: Any) -> list[list
         inputs = {name: value[:1] for name, value in inputs.items()}
     if way == "an assistant":
         options["assistant_model"] = assistant
-    tokens: list[list[int]] = model.generate(**inputs, **OPTIONS, **WAYS[way], **options).tolist()
+    torch.manual_seed(3)
+    tokens: list[list[int]] = model.generate(**inputs, **OPTIONS | WAYS[way], **options).tolist()
     return tokens
 
 

@@ -344,14 +344,6 @@ def test_pages_of_a_call_with_fewer_layers_are_not_found(name: str, number: int)
     handle.unpatch()
 
 
-def test_an_early_exit_leaves_no_pages(llama: Any) -> None:
-    expected = [answer(llama, assistant_early_exit=1), answer(llama)]
-    handle = patch(llama, memory="16MiB")
-    for _ in range(2):
-        assert [answer(llama, assistant_early_exit=1), answer(llama)] == expected
-    handle.unpatch()
-
-
 class Sometimes(torch.nn.Module):
     """A decoder layer that does what `how` says, without a trace for the identity of the model."""
 
@@ -418,22 +410,6 @@ def test_more_layers_than_the_pool_has_are_refused(llama: Any) -> None:
     with layers(llama, 2):
         assert answer(llama) == expected
     handle.unpatch()
-
-
-@torch.no_grad()
-def test_a_layer_reads_no_tokens_that_it_has_not_stored(llama: Any, patched: Patched) -> None:
-    """A conversation may go on with fewer layers, and not with more again."""
-    step = torch.ones(1, 1, dtype=torch.long)
-    with PagedCache(llama.config, pool=patched.pool) as cache:
-        llama(LONG, **{CACHE: cache})
-        with layers(llama, 2):
-            llama(step, **{CACHE: cache})
-            llama(step, **{CACHE: cache})
-        with pytest.raises(InvalidRequest, match="layer 2 has not computed all tokens of the cache"):
-            llama(step, **{CACHE: cache})
-        cache.reset()
-        llama(LONG, **{CACHE: cache})
-    assert patched.pool.stats().mapped == 0
 
 
 @pytest.mark.parametrize("drafts", [[1], [1, 2, 1]])

@@ -94,19 +94,6 @@ def test_a_mask_may_be_of_any_dtype_and_hide_a_whole_prompt() -> None:
     handle.unpatch()
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_beams_of_padded_prompts_are_those_of_the_host(side: str, llama: Any) -> None:
-    masks = [[shown(side, 9, rows, seed)] for rows in (1, 2) for seed in range(3)]
-    options: list[dict[str, Any]] = [{"num_beams": 2}, {"num_beams": 3, "prefill_chunk_size": 4}]
-    expected = [turns(llama, None, mask, **option) for mask in masks for option in options]
-    handle = patch(llama, memory="16MiB")
-    assert equal(
-        [ids for mask in masks for option in options for ids in turns(llama, None, mask, **option)],
-        [ids for one in expected for ids in one],
-    )
-    handle.unpatch()
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("with_positions", [True, False])
 @torch.no_grad()
@@ -351,15 +338,6 @@ def test_sinks_take_the_weight_of_a_last_column_that_sees_no_token(side: str) ->
     with PagedCache(model.config, pool=handle.pool) as cache:
         assert equal(turns(model, cache, [mask, mask]), expected)
     assert equal(turns(model, None, [mask]), expected[:1])
-    handle.unpatch()
-
-
-@pytest.mark.parametrize("beams", [1, 2])
-def test_a_batch_without_a_token_gives_the_hosts_tokens(beams: int, llama: Any) -> None:
-    masks = [torch.zeros(1, 3, dtype=torch.long)]
-    expected = turns(llama, None, masks, num_beams=beams, prefill_chunk_size=7)
-    handle = patch(llama, memory="16MiB")
-    assert equal(turns(llama, None, masks, num_beams=beams, prefill_chunk_size=7), expected)
     handle.unpatch()
 
 

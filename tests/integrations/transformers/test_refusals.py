@@ -233,26 +233,6 @@ def test_a_pool_serves_one_model(llama: Any, patched: Patched) -> None:
 # -- not refused -------------------------------------------------------------------------------------------------------
 
 
-def test_inputs_embeds_and_assistants_find_no_pages(llama: Any, patched: Patched) -> None:
-    inputs, columns = prompts(40, (0,)), []
-    llama.generate(**inputs, **OPTIONS)
-    assert patched.pool.kv.lookup(inputs["input_ids"][0].tolist()) == 32
-    hook = llama.model.layers[0].register_forward_pre_hook(lambda _, args: columns.append(args[0].shape[1]))
-    llama.generate(**inputs, **OPTIONS)  # a new hook: all pages are forgotten
-    columns.clear()
-    llama.generate(**inputs, **OPTIONS)
-    assert columns[0] == 8
-    columns.clear()
-    llama.generate(**inputs, **OPTIONS, assistant_model=model_of("llama", num_hidden_layers=1))
-    assert columns[0] >= 40  # with drafts
-    columns.clear()
-    embeds = llama.get_input_embeddings()(inputs["input_ids"]).detach()
-    llama.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], **OPTIONS)
-    assert columns[0] == 40
-    hook.remove()
-    assert "MTP and `inputs_embeds` are served, and their prompts find no pages" in SECTION
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @torch.no_grad()
 def test_a_cache_without_patch_serves_masks_of_four_dimensions(name: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -50,7 +48,6 @@ PLACES = {
         "https://u:{}", "user:{}@bucket", "s3://b?X-Amz-Signature={}&x=y", "nothing:{}@b",
     ],
     "mooncake": ["user:{}@127.0.0.1:9", "etcd://user:{}@h:1"],
-    "prefill": ["user:{}@127.0.0.1:9", "user:{}@h", "tcp://user:{}@h:99999"],
 }  # fmt: skip
 
 
@@ -294,11 +291,3 @@ def test_a_server_that_sends_back_what_it_got_is_told_by_its_status(url: str, op
     for call in (lambda: records.put([b"p"], [np.zeros(1, np.uint8)]), lambda: records.find([b"p"])):
         without_secret(text := told(call))
         assert "GenericError" in text or "400" in text
-
-
-def test_the_shell_shows_no_secret_of_a_tier() -> None:
-    command = [sys.executable, "-m", "pagedkv", "generate", "--max-tokens", "1", "--prompt", "hi", "--tier"]
-    tier = f"objects:1MiB:https://user:{FIRST}@{SECOND}@127.0.0.1:9/b"
-    run = subprocess.run([*command, tier], capture_output=True, text=True, check=False)
-    assert run.returncode == 0
-    without_secret(run.stdout + run.stderr)
