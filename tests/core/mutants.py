@@ -154,7 +154,7 @@ FAULTS = (
         "tables/steps.py",
         "if s.frames[tail].refs > 1 or s.frames[tail].published or",
         "if s.frames[tail].refs > 1 or",
-        STEPS,
+        LAWS,
     ),
     Fault(
         "k writers of a tail with r owners cost min(k, r - 1) copies: they cost k",
