@@ -65,8 +65,8 @@ _CONTRACT: Final = (
 
 if _cpu is not None:
     register_torch()
-    for operation, rules in enumerate(_CONTRACT):
-        _cpu.set_contract(operation, rules)
+    for _operation, _rules in enumerate(_CONTRACT):
+        _cpu.set_contract(_operation, _rules)
 
 MERGE_AT_ONCE: Final[Any] = getattr(_cpu, "merge_at_once", None) if OBSERVERS else None
 COPY_AT_ONCE: Final[Any] = getattr(_cpu, "copy_at_once", None)
