@@ -433,6 +433,10 @@ def test_drafts_of_fewer_layers_that_are_cropped_away_leave_no_trace(
             cache.crop(-1)
             found.append(llama(ids[:, columns : columns + 3], **{CACHE: cache}).logits)
         torch.testing.assert_close(torch.cat(found, 1), expected, atol=2e-3, rtol=2e-3)
+        with layers(llama, 2):
+            llama(wrong[:, :1], **{CACHE: cache})
+        cache.reset()  # all layers may begin again
+        llama(ids, **{CACHE: cache})
     for row in range(2):
         with PagedCache(llama.config, pool=patched.pool) as cache:
             held = cache.find(ids[row : row + 1])

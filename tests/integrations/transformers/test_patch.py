@@ -224,7 +224,9 @@ def test_attentions_that_are_asked_for_are_the_hosts(name: str, side: str, place
     handle.unpatch()
 
 
-@pytest.mark.parametrize("option", ["prompt_lookup_num_tokens", "use_mtp", "output_hidden_states"])
+@pytest.mark.parametrize(
+    "option", ["assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "output_hidden_states"]
+)
 def test_a_call_that_needs_an_empty_cache_finds_no_prefix(
     option: str, patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
