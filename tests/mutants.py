@@ -73,7 +73,7 @@ def prove(wing: str, number: int | None, proof: str) -> subprocess.CompletedProc
     return subprocess.run(
         [sys.executable, "-m", "pytest", *lean, f"tests/{wing}/{path}", *(options or more)],
         cwd=ROOT, env=os.environ | getattr(table(wing), "ENVIRONMENT", {}) | {VARIABLE: name},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=900, check=False,
     )  # fmt: skip
 
 
