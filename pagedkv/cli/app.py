@@ -36,7 +36,7 @@ without a public name for this class."""
 
 
 @app.callback(invoke_without_command=True)
-def pagedkv(
+def _pagedkv(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", metavar="", help="Print the version and exit.")] = False,
 ) -> None:
@@ -48,7 +48,7 @@ def pagedkv(
 
 
 @command(app, 'pagedkv generate --model DIR --prompt "Once upon a time" --temperature 0.8')
-def generate(
+def _generate(
     prompting: options.Prompting, sampling: options.Sampling, output: options.Output, loading: options.Loading
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
@@ -68,7 +68,7 @@ def generate(
 
 
 @command(app, "pagedkv serve --model DIR --port 8000")
-def serve(serving: options.Serving, loading: options.Loading) -> int:
+def _serve(serving: options.Serving, loading: options.Loading) -> int:
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
     from pagedkv.cli.serve import run
 
@@ -76,31 +76,31 @@ def serve(serving: options.Serving, loading: options.Loading) -> int:
 
 
 @command(app, "pagedkv fit --model DIR --memory 72GB --bandwidth 3.35TB/s")
-def fit(fitting: options.Fitting, geometry: options.Geometry, stored: options.Stored) -> None:
+def _fit(fitting: options.Fitting, geometry: options.Geometry, stored: options.Stored) -> None:
     """Bytes of KV, contexts and sequences that fit into memory, and the speed that memory allows."""
     from pagedkv.cli.fit import run
 
     run(fitting, geometry, stored)
 
 
-@app.command(epilog="Example: pagedkv doctor")
-def doctor() -> None:
+@app.command("doctor", epilog="Example: pagedkv doctor")
+def _doctor() -> None:
     """Show which kernels can run here and why the others cannot, and what this machine has."""
     from pagedkv.cli.doctor import run  # torch
 
     run()
 
 
-@app.command(epilog="Example: pagedkv warm")
-def warm() -> None:
+@app.command("warm", epilog="Example: pagedkv warm")
+def _warm() -> None:
     """Compile everything that is compiled at first use (about a minute, once), for an image or before a server."""
     from pagedkv.cli.warm import run  # torch
 
     run()
 
 
-@command(app, "pagedkv replay trace.jsonl --memory 40GiB --policy all", "replay")
-def replay_trace(replaying: options.Replaying) -> None:
+@command(app, "pagedkv replay trace.jsonl --memory 40GiB --policy all")
+def _replay(replaying: options.Replaying) -> None:
     """Prefix hit rates of eviction policies over a trace of requests; without a size, of an unbounded pool."""
     if replaying.num_frames and replaying.memory:
         raise InvalidRequest("--num-frames and --memory both set the sizes of the pools; give one of them")

@@ -78,7 +78,7 @@ def hold(job: Job) -> int:
     if job.output.as_json or job.output.num_samples > 1:
         raise InvalidRequest("a conversation has one reply and no --json; give a prompt, or a .jsonl")
     engine = load(job.loading, job.screen)
-    talk = Conversation(engine, job)
+    talk = _Conversation(engine, job)
     talk.begin()
     with engine, CtrlC() as ctrl_c:
         while (line := _line(ctrl_c, job.screen)) is not None:
@@ -113,7 +113,7 @@ def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
         ctrl_c.is_at_prompt = ctrl_c.came = False
 
 
-class Conversation:
+class _Conversation:
     """The messages so far, and the engine that answers them."""
 
     def __init__(self, engine: Engine, job: Job) -> None:

@@ -41,7 +41,7 @@ _NUMBERS: Final = "give a config with --model, or the numbers --layers, --kv-hea
 
 
 @dataclass(frozen=True)
-class Model:
+class _Model:
     """A model: `footprint(gpus)`, and the facts about it that the tables show. weights: a name, or bytes."""
 
     fitting: Fitting
@@ -101,12 +101,12 @@ def run(fitting: Fitting, geometry: Geometry, stored: Stored) -> None:
         _print(found, model.footprint(1))
 
 
-def _model(fitting: Fitting, geometry: Geometry, stored: Stored) -> Model:
+def _model(fitting: Fitting, geometry: Geometry, stored: Stored) -> _Model:
     size, numbers = _weights(fitting.weights), geometry.of_spec()
     if not numbers:
         path = BUNDLED if fitting.model is None else hub.find(fitting.model)
         name = fitting.model or "the bundled checkpoint"
-        return Model(fitting, numbers, stored, size, _config(path, size), name)
+        return _Model(fitting, numbers, stored, size, _config(path, size), name)
     if fitting.model is not None:
         raise InvalidRequest("--model and numbers such as --layers both give a geometry; give one of them")
     needed = {"--layers": "num_layers", "--kv-heads": "num_kv_heads", "--head-dim": "head_dim"}
@@ -114,7 +114,7 @@ def _model(fitting: Fitting, geometry: Geometry, stored: Stored) -> Model:
         raise InvalidRequest(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; {_NUMBERS}")
     if isinstance(size, str):
         raise InvalidRequest(f"--weights {size} needs a config; with numbers give their bytes, such as 140GB")
-    return Model(fitting, numbers, stored, size, None, "numbers")
+    return _Model(fitting, numbers, stored, size, None, "numbers")
 
 
 def _weights(text: str | None) -> str | int | None:
@@ -150,7 +150,7 @@ def _config(path: Path, weights: str | int | None) -> ModelConfig:
         raise CheckpointError(f"{error}; or give numbers: --layers, --kv-heads and --head-dim") from None
 
 
-def _figures(model: Model) -> dict[str, Any]:
+def _figures(model: _Model) -> dict[str, Any]:
     """Return all figures; the keys are those of the JSON object."""
     context, whole, given = model.context, model.footprint(1), model.fitting
     memory = None if given.memory is None else amount("--memory", given.memory)
@@ -175,7 +175,7 @@ def _figures(model: Model) -> dict[str, Any]:
     }
 
 
-def _row(footprint: Footprint, model: Model, memory: int, context: int) -> dict[str, Any]:
+def _row(footprint: Footprint, model: _Model, memory: int, context: int) -> dict[str, Any]:
     """Return the figures of a number of GPUs. Bytes and frames are those of one GPU; every GPU has as many frames."""
     num_frames, bandwidth = footprint.num_frames(memory), model.fitting.bandwidth
     limits = footprint.longest_context(num_frames), model.longest
@@ -203,7 +203,7 @@ def _bandwidth(text: str) -> int:
     return bandwidth
 
 
-def size(num_bytes: float) -> str:
+def _size(num_bytes: float) -> str:
     """Format bytes for a person, in powers of 1000 as in the data sheets of GPUs."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 999.5:
@@ -231,14 +231,14 @@ def _facts(found: dict[str, Any], whole: Footprint) -> dict[str, str]:
     if windows:
         full = [f"{spec.num_layers:,} of no window" for spec in whole.specs if not spec.window]
         facts["layer groups"] = ", ".join([*full, *windows])
-    facts["a token"] = f"{size(found['bytes_per_token'])} ({found['bytes_per_token']:,} bytes)"
-    facts["a frame"] = f"{size(found['frame_bytes'])}, {found['block_size']:,} tokens"
-    facts[f"{found['context']:,} tokens"] = f"{size(found['context_bytes'])} in {found['context_frames']:,} frames"
+    facts["a token"] = f"{_size(found['bytes_per_token'])} ({found['bytes_per_token']:,} bytes)"
+    facts["a frame"] = f"{_size(found['frame_bytes'])}, {found['block_size']:,} tokens"
+    facts[f"{found['context']:,} tokens"] = f"{_size(found['context_bytes'])} in {found['context_frames']:,} frames"
     weights, memory = found["weight_bytes"], found["memory_bytes"]
-    facts["weights"] = "unknown, counted as none; give --weights SIZE" if weights is None else size(weights)
+    facts["weights"] = "unknown, counted as none; give --weights SIZE" if weights is None else _size(weights)
     if memory is None:
         return facts | {"what fits": "give --memory SIZE, the memory of a GPU, and --bandwidth SIZE for its speed"}
-    return facts | {"memory": f"{size(memory)} of a GPU"}  # "24" is 24 bytes: to be seen
+    return facts | {"memory": f"{_size(memory)} of a GPU"}  # "24" is 24 bytes: to be seen
 
 
 def _table_of_gpus(found: dict[str, Any]) -> Table:
@@ -248,7 +248,7 @@ def _table_of_gpus(found: dict[str, Any]) -> Table:
     for name in heads:
         table.add_column(name, justify="right")
     for row in found["gpus"]:
-        weights = "-" if row["weight_bytes"] is None else size(row["weight_bytes"])
+        weights = "-" if row["weight_bytes"] is None else _size(row["weight_bytes"])
         longest = "no limit" if row["longest_context"] is None else f"{row['longest_context']:,}"
         speeds = (row["tokens_per_s_of_one"], row["tokens_per_s_of_all"])
         told = ("-" if speed is None else f"{speed:,.1f}" for speed in speeds)

@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass
-class Entry:
+class _Entry:
     """One prompt and its progress: parameters, then request, or the error that ended it."""
 
     prompt: Prompt
@@ -83,7 +83,7 @@ def run(job: Job) -> int:
     Raises: PagedKVError; for bad input, before anything is printed. Of a .jsonl, only if no line can be used
     """
     screen, num_samples, as_json = job.screen, job.output.num_samples, job.output.as_json
-    printer = None if job.source.many or as_json else SamplePrinter(num_samples)
+    printer = None if job.source.many or as_json else _SamplePrinter(num_samples)
     tasks, engine = _submitted(job, printer)
     with engine:
         if job.source.demo and not as_json:
@@ -92,10 +92,10 @@ def run(job: Job) -> int:
         if printer:
             printer.begin()
         total = sum(bool(task.request) for task in tasks) * num_samples
-        with progress_bar(screen, total, shown=job.source.many and screen.is_terminal) as bar:
+        with _progress_bar(screen, total, shown=job.source.many and screen.is_terminal) as bar:
             for task in tasks:
                 while task.request and not task.request.finished:
-                    advance(bar, engine.step())
+                    _advance(bar, engine.step())
                 _show(task, engine, bar, job)
         done = [task.request for task in tasks if task.request and not task.error]
         if printer:
@@ -106,7 +106,7 @@ def run(job: Job) -> int:
     return int(any(task.error for task in tasks))
 
 
-def _show(task: Entry, engine: Engine, bar: Progress, job: Job) -> None:
+def _show(task: _Entry, engine: Engine, bar: Progress, job: Job) -> None:
     """Print the result of one prompt; an error of many goes to stderr too.
 
     Raises: InvalidRequest if the only request ended with an error: its checkpoint may hold weights that are no numbers
@@ -116,21 +116,21 @@ def _show(task: Entry, engine: Engine, bar: Progress, job: Job) -> None:
         if errors:
             raise InvalidRequest(errors[0] if job.source.many else f"{task.prompt.where}: {errors[0]}")
     if job.output.as_json and task.request:
-        print_under(bar, report.as_json(task.request, engine, task.prompt))
+        _print_under(bar, report.as_json(task.request, engine, task.prompt))
     elif job.output.as_json:
-        print_under(bar, report.error_as_json(task.prompt, task.error))
+        _print_under(bar, report.error_as_json(task.prompt, task.error))
     elif job.source.many and task.request and not task.error:
-        print_under(bar, _block(task.request, task.prompt))
+        _print_under(bar, _block(task.request, task.prompt))
     if task.error:
-        print_under(bar, task.error, complain)
+        _print_under(bar, task.error, complain)
 
 
-def _submitted(job: Job, printer: SamplePrinter | None) -> tuple[list[Entry], Engine]:
+def _submitted(job: Job, printer: _SamplePrinter | None) -> tuple[list[_Entry], Engine]:
     """Load an engine and submit all prompts to it.
 
     Raises: PagedKVError for a mistake in the only prompt, or in all of many prompts
     """
-    tasks, many = [Entry(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
+    tasks, many = [_Entry(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
     for task in tasks:
         if not task.error:
             with task.guarded(many=many):
@@ -149,7 +149,7 @@ def _submitted(job: Job, printer: SamplePrinter | None) -> tuple[list[Entry], En
     return tasks, engine
 
 
-def _require_one(tasks: list[Entry]) -> None:
+def _require_one(tasks: list[_Entry]) -> None:
     """Raise InvalidRequest, with the first error, if each prompt has one."""
     if all(task.error for task in tasks):
         raise InvalidRequest(tasks[0].error)
@@ -188,7 +188,7 @@ def params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
     return replace(params, **{**other, **prompt.options})
 
 
-class SamplePrinter:
+class _SamplePrinter:
     """A listener that prints the first sample of one request to stdout as it is made; `end` prints the others."""
 
     def __init__(self, num_samples: int) -> None:
@@ -226,7 +226,7 @@ def _block(request: Request, prompt: Prompt) -> str:
     )
 
 
-def progress_bar(screen: Console, total: int, *, shown: bool) -> Progress:
+def _progress_bar(screen: Console, total: int, *, shown: bool) -> Progress:
     """Return a bar of completions and their tokens."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
     # redirect_stdout would send printed results to stderr, even if stdout is a file.
@@ -237,14 +237,14 @@ def progress_bar(screen: Console, total: int, *, shown: bool) -> Progress:
     return bar
 
 
-def advance(bar: Progress, finished: list[Completion]) -> None:
+def _advance(bar: Progress, finished: list[Completion]) -> None:
     """Count the completions that finished."""
     (task,) = bar.tasks
     tokens = task.fields["tokens"] + sum(len(completion.token_ids) for completion in finished)
     bar.update(task.id, advance=len(finished), tokens=tokens)
 
 
-def print_under(bar: Progress, text: str, show: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
+def _print_under(bar: Progress, text: str, show: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
     """Print a result to stdout, or by `show`; meanwhile the bar is off the terminal."""
     bar.stop()
     show(text)

@@ -332,7 +332,7 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
                 )
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__name__, run.__doc__, run.__annotations__ = function.__name__, function.__doc__, hints
-        app.command(name, epilog=f"Example: {example}")(run)
+        app.command(name or example.split()[1], epilog=f"Example: {example}")(run)
         return function
 
     return add

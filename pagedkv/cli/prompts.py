@@ -83,7 +83,7 @@ class Templating:
         return [{"role": "system", "content": self.system}, *messages]
 
 
-def variables(given: Sequence[str]) -> dict[str, Any]:
+def _variables(given: Sequence[str]) -> dict[str, Any]:
     """Return the variables of the template from texts NAME=VALUE: a value is JSON, or else a text.
 
     Raises: InvalidRequest for a text of another form, or a name that is taken
@@ -117,7 +117,7 @@ def read(given: Prompting) -> tuple[Source, Templating]:
     Raises: InvalidRequest for two sources, or for a source that is empty, unreadable or malformed, or options of a chat
         where no prompt is one
     """
-    templating = Templating(given.chat, given.system, variables(given.template_var or ()))
+    templating = Templating(given.chat, given.system, _variables(given.template_var or ()))
     source = _read(given.prompt, given.prompt_file, given.dash, is_chat=given.chat)
     _require_chat(source, templating)
     return source, templating

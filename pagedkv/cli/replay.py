@@ -29,7 +29,7 @@ def run(given: Replaying) -> None:
     """
     if given.plot and find_spec("matplotlib") is None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
-    sizes = given.num_frames or [frames_in(text, given.bytes_per_token) for text in given.memory or ()]
+    sizes = given.num_frames or [_frames_in(text, given.bytes_per_token) for text in given.memory or ()]
     try:
         requests = read_trace(given.trace)
     except (OSError, UnicodeDecodeError) as error:
@@ -38,7 +38,7 @@ def run(given: Replaying) -> None:
     pools = sorted(set(sizes)) or [unbounded(requests)]
     policies = given.policy or ["lru"]
     chosen = list(dict.fromkeys(name for each in policies for name in (EVERY if each == "all" else [each])))
-    below = {size: tier_frames(given.tier, size) for size in pools}
+    below = {size: _tier_frames(given.tier, size) for size in pools}
     replay(requests[:1], pools, chosen, tier=below[pools[0]])  # refuses bad arguments before the long run
     cases = [(size, policy) for size in pools for policy in chosen]
     progress = track(cases, "replaying", console=Console(stderr=True), transient=True, disable=given.as_json)
@@ -51,7 +51,7 @@ def run(given: Replaying) -> None:
         _draw(rows, given.plot)
 
 
-def tier_frames(tier: str | None, size: int) -> int:
+def _tier_frames(tier: str | None, size: int) -> int:
     """Return the frames of a tier below a pool of `size`. Raises: InvalidRequest unless it is a number, or as "8x"."""
     found = re.fullmatch(r"(\d{1,9})(x?)", tier or "0")
     if not found:
@@ -59,7 +59,7 @@ def tier_frames(tier: str | None, size: int) -> int:
     return int(found[1]) * (size if found[2] else 1)
 
 
-def frames_in(memory: str, bytes_per_token: int) -> int:
+def _frames_in(memory: str, bytes_per_token: int) -> int:
     """Return the number of frames, of one trace block each, in `memory`. Raises: InvalidRequest if none fits"""
     frames = amount("--memory", memory) // (bytes_per_token * BLOCK_TOKENS)
     if frames < 1:

@@ -24,9 +24,9 @@ def run(serving: Serving, loading: Loading) -> int:
     _require("`pagedkv serve`", NEEDED, "serve")
     if serving.kv_events is not None:
         _require("--kv-events", NEEDED_BY_EVENTS, "events")
-    keys, folder = keys_of(serving), loading.folder()
+    keys, folder = _keys_of(serving), loading.folder()
     loading.check()
-    sock = bound(serving.host, serving.port)
+    sock = _bound(serving.host, serving.port)
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=False) as screen:
@@ -67,7 +67,7 @@ def _require(needs: str, packages: tuple[str, ...], extra: str) -> None:
         raise InvalidRequest(f"{needs} needs {missing[0]}; install it with: pip install 'pagedkv[{extra}]'")
 
 
-def keys_of(serving: Serving) -> ApiKeys | None:
+def _keys_of(serving: Serving) -> ApiKeys | None:
     """Return the API keys, or None for a server without any. Raises: InvalidRequest, which shows no key"""
     key = serving.api_key or debug.api_key()
     if serving.api_keys is None:
@@ -77,7 +77,7 @@ def keys_of(serving: Serving) -> ApiKeys | None:
     return ApiKeys.read(serving.api_keys)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound, and does not listen yet. Raises: InvalidRequest"""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

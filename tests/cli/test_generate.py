@@ -12,8 +12,7 @@ import pytest
 from numba.core import event
 from rich.console import Console
 
-from pagedkv.cli import compiling
-from pagedkv.cli.generate import advance, print_under, progress_bar
+from pagedkv.cli import compiling, generate
 from pagedkv.core.tables import steps
 from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
@@ -213,9 +212,9 @@ def test_blocks_of_text_name_their_prompt_and_sample(command, three):
 
 def test_the_bar_and_the_results_do_not_mix(capsys):
     terminal = io.StringIO()
-    with progress_bar(Console(file=terminal, force_terminal=True, width=80), 4, shown=True) as bar:
-        advance(bar, [Completion(request=None, index=0, token_ids=[1, 2, 3])])
-        print_under(bar, "the result")
+    with generate._progress_bar(Console(file=terminal, force_terminal=True, width=80), 4, shown=True) as bar:
+        generate._advance(bar, [Completion(request=None, index=0, token_ids=[1, 2, 3])])
+        generate._print_under(bar, "the result")
     assert capsys.readouterr().out == "the result\n"
     assert "1/4" in terminal.getvalue()
     assert "3 tokens" in terminal.getvalue()

@@ -121,7 +121,7 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(engine, "forward", failing)
-    sock = command.bound("127.0.0.1", 0)
+    sock = command._bound("127.0.0.1", 0)
     told = SimpleNamespace(answer=b"")
 
     def ask() -> None:
