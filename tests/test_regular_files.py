@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,22 +116,6 @@ def test_a_private_file_is_nobody_elses_and_what_is_refused_stays_as_it_is(
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PLANTED if kind not in MODES])
-def test_a_lock_is_taken_on_no_file_of_others(kind: str, tmp_path: Path) -> None:
-    other = plant(kind, tmp_path / "lock")
-    with pytest.raises(OSError, match=r"it is a |it belongs to |hard links|a directory"):
-        regular_files.Lock(tmp_path / "lock")
-    assert other.read_bytes() == PRECIOUS
-    assert not (tmp_path / "nothing").exists()
-
-
-@pytest.fixture(params=[0o000, 0o022, 0o027, 0o077])
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
 def modes(folder: Path) -> dict[str, set[int]]:
     """Return the modes of all files and of all folders below `folder`."""
     below = list(folder.rglob("*"))
@@ -140,25 +123,6 @@ def modes(folder: Path) -> dict[str, set[int]]:
         "files": {stat.S_IMODE(path.lstat().st_mode) for path in below if not path.is_dir()},
         "folders": {stat.S_IMODE(path.lstat().st_mode) for path in below if path.is_dir()},
     }
-
-
-def test_what_is_made_is_for_this_user_alone_whatever_the_umask(
-    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "one" / "in" / "another"
-    regular_files.make_folder(folder)
-    regular_files.make_folder(folder)
-    os.close(regular_files.private(folder / "file", os.O_RDWR | os.O_CREAT))
-    regular_files.Lock(folder / "lock").release()
-    replace = os.replace
-
-    def renamed(beside: Path, path: Path) -> None:
-        assert modes(folder)["files"] == {0o600}, "before the file has its name, too"
-        replace(beside, path)
-
-    monkeypatch.setattr(os, "replace", renamed)
-    regular_files.write(folder / "written", PRECIOUS, part=folder / "beside")
-    assert modes(tmp_path) == {"files": {0o600}, "folders": {0o700}}
 
 
 def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:

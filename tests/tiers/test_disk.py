@@ -294,15 +294,6 @@ def test_a_tier_that_another_thread_closes_or_collects_leaves_its_folder(closes:
     PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
 
 
-def test_the_facts_of_a_disk_tier_are_not_written_through_a_link(tmp_path: Path) -> None:
-    folder, other = tmp_path / "tier", tmp_path / "other"
-    folder.mkdir()
-    other.write_text("mine")
-    (folder / "pagedkv-tier.json.part").symlink_to(other)
-    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")]).tiers.close()
-    assert other.read_text() == "mine"
-
-
 def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> bool:
         raise KeyboardInterrupt

@@ -30,7 +30,7 @@ MAKES: dict[str, Callable[[Path], Tier]] = {
 }
 
 
-@pytest.fixture(params=[0o000, 0o022])
+@pytest.fixture(params=[0o000, 0o077])
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
     yield request.param
