@@ -7,27 +7,28 @@ Each kernel finds its own sequences on the GPU; the host knows only bounds. A la
 microseconds; the host leaves it out if the bounds show that it would find none.
 
 Triton launches on the current GPU's stream, whatever GPU the pointers belong to. So each function here makes the GPU of
-its tensors the current one (`_on_device_of`).
+its tensors the current one (`_on_its_gpu`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from pagedkv.kernels.triton import copy, decode, gather, merge, prefill, write
 from pagedkv.kernels.triton.elements import INTERPRET
 from pagedkv.kernels.triton.specialisation import why_no_specialisation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall
     from pagedkv.kernels.case import Case
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 IS_AMD: Final = torch.version.hip is not None
 
@@ -37,31 +38,25 @@ def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse over the keys of both states."""
-    with _on_device_of(out_a):
-        return merge.merge_states(out_a, lse_a, out_b, lse_b)
+def _on_its_gpu(function: Function) -> Function:
+    """Return `function` of a tensor, or of a call with tensors, as one that runs on their GPU."""
+
+    @wraps(function)
+    def run(first: Any, *others: Any) -> Any:
+        x = first if isinstance(first, Tensor) else next(x for x in first if isinstance(x, Tensor))
+        with _on_device_of(x):
+            return function(first, *others)
+
+    return cast("Function", run)
 
 
-def write_kv(call: WriteCall) -> None:
-    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
-    with _on_device_of(call.k):
-        write.write_kv(call)
-
-
-def gather_kv(call: GatherCall) -> None:
-    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
-    with _on_device_of(call.k_out):
-        gather.gather_kv(call)
-
-
-def copy_frames(storage: Tensor, copies: Tensor) -> None:
-    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
-
-    Modifies: the destination frames.
-    """
-    with _on_device_of(storage):
-        copy.copy_frames(storage, copies)
+merge_states = _on_its_gpu(merge.merge_states)
+write_kv = _on_its_gpu(write.write_kv)
+gather_kv = _on_its_gpu(gather.gather_kv)
+copy_frames = _on_its_gpu(copy.copy_frames)
+present = _on_its_gpu(gather.present)
+starts_of = _on_its_gpu(gather.starts_of)
+store_states = _on_its_gpu(merge.store_states)
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -86,24 +81,6 @@ def attend_only(call: AttentionCall, only: Tensor) -> None:
     """
     with _on_device_of(call.q):
         prefill.paged_prefill(call, decoded=0, only=only)
-
-
-def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
-    """Return the tables of the sequences without holes, and what is known of each sequence. See gather.py."""
-    with _on_device_of(call.q):
-        return gather.present(call, prefix)
-
-
-def starts_of(lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each sequence of `lens` tokens begins in packed rows, and the end: int64 and int32 [B + 1]."""
-    with _on_device_of(lens):
-        return gather.starts_of(lens)
-
-
-def store_states(call: AttentionCall, states: Sequence[tuple[Tensor, Tensor]], lens: Tensor, doubtful: Tensor) -> None:
-    """Store the state over the keys of one or two states. Modifies: call.out, call.lse, doubtful. See merge.py."""
-    with _on_device_of(call.q):
-        merge.store_states(call, states, lens, doubtful)
 
 
 def objections(case: Case) -> list[str]:

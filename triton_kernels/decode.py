@@ -28,17 +28,7 @@ import triton.language as tl
 from pagedkv.kernels.layout import FARTHEST
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.partition import ends_and_share, first_seen_unit, sequence_of_unit, slots_of_sequence
-from pagedkv.kernels.triton.specialisation import (
-    head_bytes,
-    keys_of,
-    mask_of,
-    pool_of,
-    right_of,
-    rules_of,
-    specialisation_of,
-    strides_of,
-    tables_of,
-)
+from pagedkv.kernels.triton.specialisation import Arguments, head_bytes, keys_of, right_of, specialisation_of
 from pagedkv.kernels.triton.tile import finish, load_query, normalised, query_rows, store_parts, walk
 from pagedkv.kernels.triton.tuning import Tuning, target, tuning
 
@@ -56,7 +46,7 @@ def _decode_kernel(
     """One program: its share of the line of units, for one kv head and one tile of its query heads.
 
     pool, tables, rules, strides: tuples, see specialisation.py.   SPEC: the Specialisation.
-    tree, tree_stride: see `mask_of`.
+    tree, tree_stride: see `_mask_of` in specialisation.py.
     """
     if SPEC.split:  # a function cannot return None in a tuple
         rules = (rules[0], rules[1], rules[2], rules[3], rules[4], tree, tree_stride, rules[7])
@@ -197,12 +187,13 @@ def _decode(call: AttentionCall, above: int, max_queries: int) -> None:
     slots = B * units_per_sequence if spec.split else programs + B if programs > 1 else 0
     part_out = call.q.new_empty((slots, heads, spec.M, Dv), dtype=torch.float32)
     part_lse = call.q.new_empty((slots, heads, spec.M), dtype=torch.float32)
-    tuples = tables_of(call), rules_of(call), strides_of(call)
+    given = Arguments.of(call)
+    tuples = given.tables, given.rules, given.strides
     max_queries = min(max_queries, call.max_seqlen_q)  # merged, and never the size of a tile
     sizes, constants = (B, max_queries, unit, units_per_sequence), {"SPEC": spec, "BATCH": triton.next_power_of_2(B)}
     _decode_kernel[programs, heads](
-        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), *tuples, *sizes,
-        *mask_of(call), **constants, num_warps=8 if many_warps else tuned.num_warps, num_stages=tuned.stages,
+        call.q, call.out, call.lse, part_out, part_lse, given.pool, *tuples, *sizes,
+        *given.mask, **constants, num_warps=8 if many_warps else tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if slots:
         _merge_kernel[B * max_queries, call.q.shape[1]](

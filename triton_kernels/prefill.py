@@ -29,17 +29,7 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.triton.merge import fold
-from pagedkv.kernels.triton.specialisation import (
-    head_bytes,
-    keys_of,
-    mask_of,
-    pool_of,
-    right_of,
-    rules_of,
-    specialisation_of,
-    strides_of,
-    tables_of,
-)
+from pagedkv.kernels.triton.specialisation import Arguments, head_bytes, keys_of, right_of, specialisation_of
 from pagedkv.kernels.triton.tile import (
     bounds_of_mask,
     finish,
@@ -66,7 +56,7 @@ def _prefill_kernel(
     """One program: one tile of queries, one kv head (and tile of its query heads), one split of the keys.
 
     only: int32 [B], 0 for sequences that are left out; None: all take part.
-    tree, tree_stride: see `mask_of`.
+    tree, tree_stride: see `_mask_of` in specialisation.py.
     """
     if SPEC.split:  # a function cannot return None in a tuple
         rules = (rules[0], rules[1], rules[2], rules[3], rules[4], tree, tree_stride, rules[7])
@@ -165,15 +155,14 @@ def paged_prefill(call: AttentionCall, decoded: int, only: Tensor | None = None)
     slots = T * H * splits if splits > 1 else 0
     part_out, part_lse = (call.q.new_empty(size, dtype=torch.float32) for size in (slots * Dv, slots))
     constants = {"SPEC": spec, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}
-    rules, strides, about = rules_of(call), strides_of(call), (only, B, decoded)
-    mask = mask_of(call)
+    given, about = Arguments.of(call), (only, B, decoded)
     _prefill_kernel[tiles, heads, splits](
-        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules, strides, *about, H,
-        *mask, **constants, num_warps=tuned.num_warps, num_stages=tuned.stages,
+        call.q, call.out, call.lse, part_out, part_lse, given.pool, given.tables, given.rules, given.strides,
+        *about, H, *given.mask, **constants, num_warps=tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if splits > 1:
         _merge_splits_kernel[T, H](
-            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, rules[3], strides, *about,
+            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, given.rules[3], given.strides, *about,
             **constants, WIDTH=triton.next_power_of_2(Dv), num_warps=1,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import triton
@@ -222,7 +222,22 @@ def as_stored(pool: Tensor) -> Tensor:
     return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
-def pool_of(call: AttentionCall) -> tuple[Any, ...]:
+class Arguments(NamedTuple):
+    """The arguments of a call that the kernels of decode and of prefill have in common, each as its function says."""
+
+    pool: tuple[Any, ...]
+    tables: tuple[Any, ...]
+    rules: tuple[Any, ...]
+    strides: tuple[int, ...]
+    mask: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Arguments:
+        """Return the arguments of `call`."""
+        return cls(_pool_of(call), _tables_of(call), _rules_of(call), _strides_of(call), _mask_of(call))
+
+
+def _pool_of(call: AttentionCall) -> tuple[Any, ...]:
     """Return the kernel argument `pool`: k, v, their scales, and the strides of frames, slots and heads of each."""
     return (
         as_stored(call.k), as_stored(call.v), call.k_scale, call.v_scale,
@@ -230,7 +245,7 @@ def pool_of(call: AttentionCall) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def tables_of(call: AttentionCall) -> tuple[Any, ...]:
+def _tables_of(call: AttentionCall) -> tuple[Any, ...]:
     """Return the kernel argument `tables`: page tables, their row stride, the row of each sequence, lengths, starts,
     and which sequences are causal.
 
@@ -243,13 +258,13 @@ def tables_of(call: AttentionCall) -> tuple[Any, ...]:
     return call.block_table, call.block_table.stride(0), rows, call.seq_lens, call.cu_seqlens_q, causal_of
 
 
-def rules_of(call: AttentionCall) -> tuple[Any, ...]:
+def _rules_of(call: AttentionCall) -> tuple[Any, ...]:
     """Return the kernel argument `rules`: scale, soft cap, window, sinks, slopes, tree mask and its stride, right.
 
     right: positions after its own that a query sees, unless `tables` says that its sequence is causal; None for 0, if
            all are causal: then no register holds it.
 
-    An option that the call does not use is None or 0. With `split_tokens` the mask is not here, but in `mask_of`, and
+    An option that the call does not use is None or 0. With `split_tokens` the mask is not here, but in `_mask_of`, and
     `right` is never None.
     """
     tree = _rows_of(call.tree_mask) if _is_masked(call) else None
@@ -266,7 +281,7 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
     )
 
 
-def mask_of(call: AttentionCall) -> tuple[Any, ...]:
+def _mask_of(call: AttentionCall) -> tuple[Any, ...]:
     """Return the kernel arguments `tree` and `tree_stride` of a call with `split_tokens`; None and None of another.
 
     They are in no tuple: Triton compiles a kernel again if a number in a tuple is 1 or a multiple of 16.
@@ -328,6 +343,6 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.contiguous()
 
 
-def strides_of(call: AttentionCall) -> tuple[int, ...]:
+def _strides_of(call: AttentionCall) -> tuple[int, ...]:
     """Return the kernel argument `strides`: of tokens and heads in q and in out, and of tokens in lse."""
     return *call.q.stride()[:2], *call.out.stride()[:2], call.lse.stride(0)
