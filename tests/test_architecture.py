@@ -91,7 +91,7 @@ LEVELS = {
         "replay warm",
     ),
     "pagedkv.kernels": (
-        "args quant threads layout contract huge_pages",
+        "args quant threads layout huge_pages",
         "case checks",
         "reference registry",
         "cpu numba cuda triton",

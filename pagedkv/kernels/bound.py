@@ -8,7 +8,7 @@
                                        mask: the registry is asked, the kernel is set, and the call is repeated
         None                           else: the call takes torch's operator, whose checks say in words what is wrong
 
-**Who states the contract.** contract.py, in one table for the extension and for the checks. The extension says yes or
+**Who states the contract.** checks.py, in one table for the extension and for itself. The extension says yes or
 no. A call that it refuses goes to the operator, whose checks say why.
 
 **When torch must see a call.** Dynamo traces the operator. The extension asks torch in each call for dispatch modes,
@@ -49,7 +49,7 @@ from pagedkv.kernels.args import (
     WriteCall,
     bound_fields,
 )
-from pagedkv.kernels.case import MOST_DRAFTS, attention_case, prefill_of, write_case
+from pagedkv.kernels.case import MOST_DRAFTS, Case, prefill_of
 from pagedkv.kernels.operators import attend_by_operator, slots_of, write_by_operator
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class BoundAttention(_BoundCall):
         checks.per_head(self._rest)
 
     def _case(self, *arguments: Any) -> Case:
-        return attention_case(self._layer, self._rest, *arguments)
+        return Case.of_attention(self._layer, self._rest, *arguments)
 
     def _server(self, case: Case, kernel: Kernel) -> Callable[..., None]:
         """Return the function that serves calls of `case`; on a GPU, prefills go to the first kernel for prefills."""
@@ -251,7 +251,7 @@ class BoundWrite(_BoundCall):
         checks.rotary(self._rest, quant.head_dim(self._layer.k))
 
     def _case(self, *arguments: Any) -> Case:
-        return write_case(self._layer, self._rest is not None, arguments or None)  # type: ignore[arg-type]
+        return Case.of_write(self._layer, self._rest is not None, arguments or None)  # type: ignore[arg-type]
 
     def _bind(self) -> None:
         if checks.scales_of_two(self._layer):  # else the operator refuses values

@@ -65,63 +65,93 @@ class Case(NamedTuple):
         facts = [f"{name}={value}" for name, value in pairs if value is not None]
         return " ".join([self.op, "on", self.place, *facts, *sorted(self.features)])
 
+    @classmethod
+    def of_device(cls, device: str) -> Case:
+        """Return the case of a device: "cuda:1", or "cuda" for the current one."""
+        kind, _, index = device.partition(":")
+        return cls(device=kind, device_index=int(index) if index else None)
 
-def case_of(spec: KVSpec, device: str = "cpu") -> Case:
-    """Return the case of every attention call on a cache of this geometry.
+    @classmethod
+    def of_spec(cls, spec: KVSpec, device: str = "cpu") -> Case:
+        """Return the case of every attention call on a cache of this geometry.
 
-    `device` is a type ("cuda") or a name ("cuda:1").
-    """
-    features = frozenset([*(["window"] if spec.window else []), *(["token_head_scale"] if spec.quantised else [])])
-    kind, index = type_and_index(device)
-    return Case(
-        device=kind,
-        device_index=index,
-        dtype=spec.dtype,
-        kv_dtype=spec.stored_dtype,
-        head_dim=spec.head_dim,
-        head_dim_v=spec.value_dim,
-        num_kv_heads=spec.num_kv_heads,
-        block_size=spec.block_size,
-        features=features,
-    )
+        `device` is a type ("cuda") or a name ("cuda:1").
+        """
+        features = frozenset([*(["window"] if spec.window else []), *(["token_head_scale"] if spec.quantised else [])])
+        return cls.of_device(device)._replace(
+            dtype=spec.dtype,
+            kv_dtype=spec.stored_dtype,
+            head_dim=spec.head_dim,
+            head_dim_v=spec.value_dim,
+            num_kv_heads=spec.num_kv_heads,
+            block_size=spec.block_size,
+            features=features,
+        )
 
+    @classmethod
+    def of_attention(
+        cls,
+        layer: KVLayer | AttentionCall,
+        options: AttentionOptions | AttentionCall,
+        q: Tensor | None = None,
+        masks: tuple[Tensor | None, Tensor | None] = (None, None),
+        batch: tuple[Tensor, int] | None = None,
+    ) -> Case:
+        """Return the case of an attention call on `layer`.
 
-def type_and_index(device: str) -> tuple[str, int | None]:
-    """Return the type and the index of a device's name: "cuda:1" is ("cuda", 1), "cuda" is ("cuda", None)."""
-    kind, _, index = device.partition(":")
-    return kind, int(index) if index else None
+        masks:  tree_mask and causal_of of the call
+        batch:  seq_lens and max_seqlen_k of the call; None: the batch is not known yet
+        q None: the case covers all calls with these options, with any queries.
+        """
+        given = ("sinks", "alibi_slopes", "split_tokens")
+        features = {name for name in given if getattr(options, name) is not None} | _scales(layer)
+        tree_mask, causal_of = masks
+        flags = (
+            ("window", options.window is not None or options.right is not None),
+            ("softcap", options.softcap),
+            ("non_causal", not options.causal or causal_of is not None),
+            ("tree_mask", tree_mask is not None),
+        )
+        if q is not None and batch is not None and (prefill := prefill_of(q, *batch)):
+            features.add(prefill)
+        geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
+        if q is None:
+            heads = [len(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
+            dtype = None if layer.k.dtype in quant.QMAX else quant.NAMES[layer.k.dtype]
+            return cls("paged_attention", layer.k.device.type, dtype, num_heads=heads[0] if heads else None, **geometry)
+        return cls("paged_attention", q.device.type, quant.NAMES[q.dtype], num_heads=q.shape[1], **geometry)
 
+    @classmethod
+    def of_write(cls, layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:
+        """Return the case of a write into `layer`.
 
-def attention_case(
-    layer: KVLayer | AttentionCall,
-    options: AttentionOptions | AttentionCall,
-    q: Tensor | None = None,
-    masks: tuple[Tensor | None, Tensor | None] = (None, None),
-    batch: tuple[Tensor, int] | None = None,
-) -> Case:
-    """Return the case of an attention call on `layer`.
+        new: K and V of the new tokens; None: the case covers writes of every dtype.
+        """
+        features = _scales(layer) | ({"rope"} if has_rope else set())
+        widest = None if new is None else quant.NAMES[max((x.dtype for x in new), key=lambda dtype: dtype.itemsize)]
+        return cls("write_kv", layer.k.device.type, widest, features=features, **_geometry(layer))
 
-    masks:  tree_mask and causal_of of the call
-    batch:  seq_lens and max_seqlen_k of the call; None: the batch is not known yet
-    q None: the case covers all calls with these options, with any queries.
-    """
-    given = ("sinks", "alibi_slopes", "split_tokens")
-    features = {name for name in given if getattr(options, name) is not None} | _scales(layer)
-    tree_mask, causal_of = masks
-    flags = (
-        ("window", options.window is not None or options.right is not None),
-        ("softcap", options.softcap),
-        ("non_causal", not options.causal or causal_of is not None),
-        ("tree_mask", tree_mask is not None),
-    )
-    if q is not None and batch is not None and (prefill := prefill_of(q, *batch)):
-        features.add(prefill)
-    geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
-    if q is None:
-        heads = [len(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
-        dtype = None if layer.k.dtype in quant.QMAX else quant.NAMES[layer.k.dtype]
-        return Case("paged_attention", layer.k.device.type, dtype, num_heads=heads[0] if heads else None, **geometry)
-    return Case("paged_attention", q.device.type, quant.NAMES[q.dtype], num_heads=q.shape[1], **geometry)
+    @classmethod
+    def of_gather(cls, call: GatherCall) -> Case:
+        """Return the case of a gather; `dtype` is that of the results."""
+        pool, into = call.source, call.k_out
+        return cls("gather_kv", into.device.type, quant.NAMES[into.dtype], features=_scales(pool), **_geometry(pool))
+
+    @classmethod
+    def of_merge(cls, out: Tensor) -> Case:
+        """Return the case of `merge_states` of two states like `out`."""
+        return cls(
+            "merge_states",
+            out.device.type,
+            quant.NAMES[out.dtype],
+            head_dim_v=out.shape[-1],
+            device_index=out.device.index,
+        )
+
+    @classmethod
+    def of_copy(cls, storage: Tensor) -> Case:
+        """Return the case of `copy_frames` in `storage`."""
+        return cls("copy_frames", storage.device.type, device_index=storage.device.index)
 
 
 MOST_DRAFTS: Final = 8
@@ -152,38 +182,6 @@ def prefill_of(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> str:
     if q.device.type != "cuda" or num_tokens <= B * few:
         return ""
     return "long_prefill" if num_tokens >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED else "prefill"
-
-
-def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:
-    """Return the case of a write into `layer`.
-
-    new: K and V of the new tokens; None: the case covers writes of every dtype.
-    """
-    features = _scales(layer) | ({"rope"} if has_rope else set())
-    widest = None if new is None else quant.NAMES[max((x.dtype for x in new), key=lambda dtype: dtype.itemsize)]
-    return Case("write_kv", layer.k.device.type, widest, features=features, **_geometry(layer))
-
-
-def gather_case(call: GatherCall) -> Case:
-    """Return the case of a gather; `dtype` is that of the results."""
-    pool, into = call.source, call.k_out
-    return Case("gather_kv", into.device.type, quant.NAMES[into.dtype], features=_scales(pool), **_geometry(pool))
-
-
-def merge_case(out: Tensor) -> Case:
-    """Return the case of `merge_states` of two states like `out`."""
-    return Case(
-        "merge_states",
-        out.device.type,
-        quant.NAMES[out.dtype],
-        head_dim_v=out.shape[-1],
-        device_index=out.device.index,
-    )
-
-
-def copy_case(storage: Tensor) -> Case:
-    """Return the case of `copy_frames` in `storage`."""
-    return Case("copy_frames", storage.device.type, device_index=storage.device.index)
 
 
 def _geometry(layer: KVLayer | AttentionCall | WriteCall | GatherSource) -> dict[str, Any]:

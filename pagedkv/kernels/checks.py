@@ -5,15 +5,19 @@ Shapes, dtypes, devices and strides are always checked: that costs no device syn
 pool, lengths inside the tables, entries that name frames) are always checked on the CPU, by the kernels; on another
 device they are read back only with PAGEDKV_DEBUG >= 1. Slots are proven distinct with >= 2.
 
-contract.py has the rule of each tensor, here are the rules that join several. The C++ extension keeps the same rules
-and says yes or no: a call that it refuses comes here.
+A table has the dtypes and sizes of the tensors of each operation. A size is a letter of the contract. The first tensor
+with a letter sets it, unless the layer has set it (K, D, Dv). ">=B" is any size from B on, and "B+1" one more than B.
+Rules that join several tensors (H is a multiple of K) are functions. The C++ extension has the same table
+(`of_extension`) and the same rules, beside each call in csrc/cpu/python, and says yes or no: a call that it refuses
+comes here.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +26,96 @@ from torch.compiler import is_dynamo_compiling
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import contract, layout, quant
+from pagedkv.kernels import layout, quant
 from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
-from pagedkv.kernels.contract import described, dtype_of, has_rows, no_overlap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, WriteCall
+
+
+class _Rule(NamedTuple):
+    """The rule for one tensor of a call.
+
+    dtypes:      torch's names; "" for the dtype of the table's first tensor
+    sizes:       the size of each dim
+    name:        the name that callers know; "" for that of the field
+    is_optional: it may be None
+    has_rows:    its last dim is contiguous
+    is_written:  no two of its elements share memory
+    about:       the end of an error
+    """
+
+    field: str
+    dtypes: str
+    sizes: str
+    name: str = ""
+    is_optional: bool = False
+    has_rows: bool = False
+    is_written: bool = False
+    about: str = ""
+
+
+_FLOATS: Final = "float32 bfloat16 float16 float64"
+_STORED: Final = f"{_FLOATS} float8_e4m3fn float8_e5m2"
+_RESULT: Final = "float32 bfloat16 float16"
+_POOL: Final = f"{_RESULT} float8_e4m3fn float8_e5m2 int8 uint8"
+_TABLES: Final = (
+    _Rule("seq_lens", "int32", "B", "batch.seq_lens", has_rows=True),
+    _Rule("rows", "int32", "B", "batch.rows", is_optional=True),
+    _Rule("block_table", "int32", "A P", "batch.block_table", has_rows=True),
+)
+
+ATTENTION: Final = (
+    _Rule("q", _FLOATS, "T H D", has_rows=True),
+    *_TABLES,
+    _Rule("cu_seqlens_q", "int32", "B+1", "batch.cu_seqlens_q", has_rows=True),
+    _Rule("sinks", "float32", "H", is_optional=True),
+    _Rule("alibi_slopes", "float32", "H", is_optional=True),
+    _Rule("causal_of", "bool", ">=B", "causal", is_optional=True, about=": which sequences are causal?"),
+    _Rule(
+        "tree_mask",
+        "bool",
+        "T >=max_seqlen_q",
+        is_optional=True,
+        about=": may t see the j-th new token of its sequence?",
+    ),
+    _Rule("out", "", "T H Dv", is_optional=True, has_rows=True, is_written=True),
+    _Rule("lse", "float32", "T H"),
+)
+WRITE: Final = (
+    _Rule("k_new", _STORED, "T K D", "k", has_rows=True, about=": the store quantises floats itself"),
+    _Rule("v_new", _STORED, "T K Dv", "v", has_rows=True, about=": the store quantises floats itself"),
+    _Rule("slots", "int64", "T"),
+    _Rule("positions", "int64", "T", is_optional=True, about=": to turn keys"),
+)
+LAYER: Final = (
+    _Rule("k", _POOL, "F S K D", "layer.k", has_rows=True),
+    _Rule("v", "", "F S K Dv", "layer.v", has_rows=True, about=": K and V of one layer"),
+)
+GATHERED, GATHERED_PADDED = (
+    (
+        _Rule("k_out", _RESULT, f"{rows} K D", "out's k", has_rows=True, is_written=True),
+        _Rule(
+            "v_out",
+            "",
+            f"{rows} K Dv",
+            "out's v",
+            has_rows=True,
+            is_written=True,
+            about=": k and v have the same rows and dtype",
+        ),
+    )
+    for rows in ("N", "B L")
+)
+GATHER: Final = (*_TABLES, _Rule("first", "int32", "B", has_rows=True, about=", or an int"))
+MERGE: Final = (
+    _Rule("out_a", _FLOATS, "T H Dv", about=": as paged_attention returns it"),
+    _Rule("lse_a", "float32", "T H", about=": a natural logarithm"),
+    _Rule("out_b", "", "T H Dv", about=": the two states must match"),
+    _Rule("lse_b", "float32", "T H", about=": a natural logarithm"),
+)
 
 
 def given(**tensors: object) -> None:
@@ -89,7 +177,7 @@ def attention(call: AttentionCall) -> None:
     layer(call)
     K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
     _query_dtype(call)
-    sizes = contract.keep(contract.ATTENTION, call._asdict(), D=D, Dv=Dv, max_seqlen_q=call.max_seqlen_q)
+    sizes = _keep(ATTENTION, call._asdict(), D=D, Dv=Dv, max_seqlen_q=call.max_seqlen_q)
     if sizes["H"] % K or not sizes["H"]:
         raise InvalidRequest(f"q has H={sizes['H']} heads but layer.k has K={K} kv heads: H must be a multiple of K")
     _enough_rows(call, sizes)
@@ -129,10 +217,10 @@ def write(call: WriteCall) -> None:
     if not scales_of_two(call):
         raise InvalidRequest("layer.k and layer.v have the same scales, as values lie in keys; give v=None")
     K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
-    sizes = contract.keep(contract.WRITE, call._asdict(), K=K, D=D, Dv=Dv)
+    sizes = _keep(WRITE, call._asdict(), K=K, D=D, Dv=Dv)
     writable(call)
     if call.cos is not None or call.sin is not None:
-        angles(call.cos, call.sin, D)
+        _angles(call.cos, call.sin, D)
         if call.positions is None:
             raise InvalidRequest(f"positions is None; it must be int64 [T={sizes['T']}] to turn keys")
     _one_device(call, "k_new")
@@ -162,10 +250,10 @@ def result_dtype(layer: KVLayer, dtype: torch.dtype | None) -> torch.dtype:
 def gather_source(source: GatherSource) -> None:
     """Raise InvalidRequest if `source` breaks the contract of `gather_kv`."""
     layer(source)
-    _enough_rows(source, contract.keep(contract.GATHER, source._asdict()))
+    _enough_rows(source, _keep(GATHER, source._asdict()))
     _one_device(source, "k")
     if debug.level() >= 1 or source.k.device.type == "cpu":
-        gather_values(source)
+        _gather_values(source)
 
 
 def gather_results(call: GatherCall) -> None:
@@ -173,8 +261,8 @@ def gather_results(call: GatherCall) -> None:
     x, rows = call.source, call.k_out.shape[:-2]
     dims = quant.head_dim(x.k), quant.head_dim(x.v)
     sizes = {"B": len(x.seq_lens), "K": x.k.shape[2], "D": dims[0], "Dv": dims[1]}
-    rules = contract.GATHERED_PADDED if call.k_out.dim() == 4 else contract.GATHERED
-    contract.keep(rules, {"k_out": call.k_out, "v_out": call.v_out}, **sizes)
+    rules = GATHERED_PADDED if call.k_out.dim() == 4 else GATHERED
+    _keep(rules, {"k_out": call.k_out, "v_out": call.v_out}, **sizes)
     for name, out in (("k", call.k_out), ("v", call.v_out)):
         if out.device != x.k.device:
             raise InvalidRequest(
@@ -190,7 +278,7 @@ def gather_results(call: GatherCall) -> None:
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Raise InvalidRequest unless the two states have the same shape, dtype and device."""
-    contract.keep(contract.MERGE, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
+    _keep(MERGE, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
     for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if x.device != out_a.device:
             raise InvalidRequest(
@@ -201,7 +289,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
 def copies(storage: Tensor, pairs: Tensor) -> None:
     """Raise InvalidRequest unless `pairs` are copies between frames of `storage`."""
     if storage.dim() < 1 or pairs.dtype != torch.int32 or pairs.dim() != 2 or pairs.shape[1] != 2:
-        text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {dtype_of(pairs)}"
+        text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {_dtype_of(pairs)}"
         raise InvalidRequest(
             f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination"
         )
@@ -209,7 +297,7 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
         raise InvalidRequest(
             f"storage is on {storage.device} but copies is on {pairs.device}: all tensors of a call live on one device"
         )
-    no_overlap(storage=storage)
+    _no_overlap(storage=storage)
     if not len(pairs):
         return
     # A wrong frame is written anywhere. On the CPU a look at the values costs no synchronisation.
@@ -223,7 +311,7 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
 
 def writable(call: KVLayer | WriteCall) -> None:
     """Raise InvalidRequest if two elements of k, or two of v, share memory."""
-    no_overlap(**{"layer.k": call.k, "layer.v": call.v})
+    _no_overlap(**{"layer.k": call.k, "layer.v": call.v})
 
 
 def rotary(rope: RotaryTable | None, D: int) -> None:
@@ -231,18 +319,102 @@ def rotary(rope: RotaryTable | None, D: int) -> None:
     if rope is not None and not isinstance(rope, RotaryTable):
         raise InvalidRequest(f"rope is {rope!r}; give a RotaryTable, or None")
     if rope is not None:
-        angles(rope.cos, rope.sin, D)
+        _angles(rope.cos, rope.sin, D)
 
 
-def angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
+def _angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
     """Raise InvalidRequest unless `cos` and `sin` are the two tables of a RotaryTable for heads of D elements."""
     if cos is None or sin is None:
         raise InvalidRequest("of rope.cos and rope.sin one is None; give both")
     for name, x in (("cos", cos), ("sin", sin)):
         if x.dtype != torch.float32 or x.dim() != 2 or not 0 < 2 * x.shape[1] <= D or x.shape != cos.shape:
             want = f"two tables float32 [positions, R/2] with R from 2 to D={D}"
-            raise InvalidRequest(f"rope.{name} is {described(x)}; cos and sin must be {want}")
-    has_rows(**{"rope.cos": cos, "rope.sin": sin})
+            raise InvalidRequest(f"rope.{name} is {_described(x)}; cos and sin must be {want}")
+    _has_rows(**{"rope.cos": cos, "rope.sin": sin})
+
+
+def _keep(rules: Iterable[_Rule], tensors: dict[str, Any], **sizes: int) -> dict[str, int]:
+    """Return the size of each letter. Raise InvalidRequest for the first tensor that breaks its rule.
+
+    tensors: by field
+    sizes:   the letters that the layer sets
+    """
+    first = ""
+    for rule in rules:
+        x, name = tensors[rule.field], rule.name or rule.field
+        if x is None and rule.is_optional:
+            continue
+        dtypes, wanted = _dtypes(rule.dtypes or first), _sizes(rule.sizes)
+        if "B" in sizes:
+            sizes["B+1"] = sizes["B"] + 1
+        is_right = isinstance(x, Tensor) and x.dtype in dtypes and x.dim() == len(wanted)
+        for (letter, is_least), size in zip(wanted, x.shape if is_right else (), strict=False):
+            known = sizes.setdefault(letter, size)
+            is_right = is_right and (size >= known if is_least else size == known)
+        if not is_right:
+            shape = (
+                f"{'>=' * is_least}{letter}" + (f"={sizes[letter]}" if letter in sizes else "")
+                for letter, is_least in wanted
+            )
+            text = f"{', '.join(dtypes.values())} [{', '.join(shape)}]" + (", or None" if rule.is_optional else "")
+            raise InvalidRequest(f"{name} is {_described(x)}; it must be {text}{rule.about}")
+        first = first or _dtype_of(x)
+        if rule.has_rows and x.stride(-1) != 1:
+            _has_rows(**{name: x})
+        if rule.is_written and not x.is_contiguous():
+            _no_overlap(**{name: x})
+    return sizes
+
+
+@cache
+def _dtypes(names: str) -> dict[torch.dtype, str]:
+    return {getattr(torch, name): name for name in names.split()}
+
+
+@cache
+def _sizes(dims: str) -> tuple[tuple[str, bool], ...]:
+    return tuple((size.lstrip(">="), size.startswith(">=")) for size in dims.split())
+
+
+def _has_rows(**tensors: Tensor) -> None:
+    """Raise InvalidRequest unless the last dim of each tensor is contiguous."""
+    for name, x in tensors.items():
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise InvalidRequest(
+                f"{name} has strides {x.stride()}; its last dim must be contiguous (stride 1): pass {name}.contiguous()"
+            )
+
+
+def _no_overlap(**tensors: Tensor) -> None:
+    """Raise InvalidRequest if elements share memory: sorted by stride, each dim must step over all that the smaller
+    ones span."""
+    for name, x in tensors.items():
+        span, dims = 1, zip(x.stride(), x.shape, strict=True)
+        for stride, size in sorted(pair for pair in dims if pair[1] > 1 and not x.is_contiguous()):
+            if stride < span:
+                raise InvalidRequest(
+                    f"{name} has strides {x.stride()}: several of its elements share memory, so it cannot be written"
+                )
+            span += stride * (size - 1)
+
+
+def _dtype_of(x: Tensor) -> str:
+    """Return torch's name of the dtype of `x`."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _described(x: object) -> str:
+    """Return the dtype and the shape of a tensor, or what else was given."""
+    return f"{_dtype_of(x)} {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.60}"
+
+
+def of_extension(rules: Iterable[_Rule], *fields: str) -> list[tuple[Any, ...]]:
+    """Return the rules as the extension takes them, each with the place of its tensor among `fields`."""
+    return [
+        (fields.index(rule.field), rule.dtypes.split(), rule.sizes.split(), *rule[4:7])
+        for rule in rules
+        if rule.field in fields
+    ]
 
 
 def _one_device(call: AttentionCall | WriteCall | GatherSource, first: str) -> None:
@@ -257,7 +429,7 @@ def _one_device(call: AttentionCall | WriteCall | GatherSource, first: str) -> N
             _in_memory(_ARGUMENTS.get(name) or name, x)
 
 
-_ARGUMENTS = {rule.field: rule.name for rule in contract.ATTENTION + contract.WRITE} | {"k": "layer.k", "v": "layer.v"}
+_ARGUMENTS = {rule.field: rule.name for rule in ATTENTION + WRITE} | {"k": "layer.k", "v": "layer.v"}
 
 
 def _in_memory(name: str, x: Tensor) -> None:
@@ -274,32 +446,32 @@ def _in_memory(name: str, x: Tensor) -> None:
 def layer(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
     """Raise InvalidRequest unless k, v and their scales are one layer of a pool."""
     k, v = call.k, call.v
-    contract.keep(contract.LAYER, {"k": k, "v": v})
+    _keep(LAYER, {"k": k, "v": v})
     if 0 in (*k.shape[1:], v.shape[3]):
         raise InvalidRequest(f"layer.k is {list(k.shape)} and layer.v is {list(v.shape)}: only F may be 0")
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
                 raise InvalidRequest(
-                    f"layer.{name} is None but layer.k is {dtype_of(k)}: "
+                    f"layer.{name} is None but layer.k is {_dtype_of(k)}: "
                     "int8 and int4 need scales, float32 [] or [F, S, K]"
                 )
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
             want = f"float32 [] (one for all) or {list(k.shape[:3])} (one per token and head)"
-            raise InvalidRequest(f"layer.{name} is {described(scale)}; it must be {want}")
+            raise InvalidRequest(f"layer.{name} is {_described(scale)}; it must be {want}")
         elif k.dtype not in quant.QMAX:
             raise InvalidRequest(
-                f"layer.{name} is given but layer.k is {dtype_of(k)}: "
+                f"layer.{name} is given but layer.k is {_dtype_of(k)}: "
                 "only fp8, int8 and int4 pools have scales; pass None"
             )
 
 
 def _query_dtype(call: AttentionCall) -> None:
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise InvalidRequest(f"q is {dtype_of(call.q)}; it must be float32, bfloat16 or float16")
+        raise InvalidRequest(f"q is {_dtype_of(call.q)}; it must be float32, bfloat16 or float16")
     if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
         raise InvalidRequest(
-            f"q is {dtype_of(call.q)} but layer.k is {dtype_of(call.k)}: "
+            f"q is {_dtype_of(call.q)} but layer.k is {_dtype_of(call.k)}: "
             "convert q (only fp8, int8 and int4 pools may differ)"
         )
 
@@ -307,7 +479,7 @@ def _query_dtype(call: AttentionCall) -> None:
 def _enough_rows(call: AttentionCall | GatherSource, sizes: dict[str, int]) -> None:
     if call.rows is None and sizes["A"] < sizes["B"]:
         wanted = f"int32 [A >= B={sizes['B']}, P] (or give batch.rows)"
-        raise InvalidRequest(f"batch.block_table is {described(call.block_table)}; it must be {wanted}")
+        raise InvalidRequest(f"batch.block_table is {_described(call.block_table)}; it must be {wanted}")
 
 
 def per_head(options: AttentionOptions) -> None:
@@ -317,7 +489,7 @@ def per_head(options: AttentionOptions) -> None:
     """
     for name, x in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
         if x is not None and not (isinstance(x, Tensor) and x.dtype == torch.float32 and x.dim() == 1):
-            raise InvalidRequest(f"{name} is {described(x)}; it must be a float tensor [H]")
+            raise InvalidRequest(f"{name} is {_described(x)}; it must be a float tensor [H]")
 
 
 def numbers(options: AttentionOptions | AttentionCall) -> None:
@@ -394,7 +566,7 @@ def table_values(call: AttentionCall) -> None:
     _frames(entries, F)
 
 
-def gather_values(source: GatherSource) -> None:
+def _gather_values(source: GatherSource) -> None:
     """Raise InvalidRequest if a table names a row, frame or length that does not exist. Synchronises the device."""
     (F, S), (A, P) = source.k.shape[:2], source.block_table.shape
     # numpy, as an operation of torch costs as much as a small gather

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import checks, contract, reference
+from pagedkv.kernels import checks, reference
 from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
 from pagedkv.kernels.threads import num_threads
 
@@ -58,9 +58,9 @@ def register_torch(*, by_table: bool = True) -> None:
 
 _BOUND: Final = ("k", "v", "k_scale", "v_scale", "sinks", "alibi_slopes")
 _CONTRACT: Final = (
-    contract.of_extension(contract.ATTENTION, *AttentionCall._fields[12:-1], "", *_BOUND),  # it makes lse itself
-    contract.of_extension(contract.WRITE, *WriteCall._fields[7:]),
-    contract.of_extension(contract.MERGE, "out_a", "lse_a", "out_b", "lse_b"),
+    checks.of_extension(checks.ATTENTION, *AttentionCall._fields[12:-1], "", *_BOUND),  # it makes lse itself
+    checks.of_extension(checks.WRITE, *WriteCall._fields[7:]),
+    checks.of_extension(checks.MERGE, "out_a", "lse_a", "out_b", "lse_b"),
 )
 
 if _cpu is not None:

@@ -31,7 +31,7 @@ from pagedkv.kernels.args import (
     declarations,
     tables_of,
 )
-from pagedkv.kernels.case import attention_case, copy_case, gather_case, merge_case, write_case
+from pagedkv.kernels.case import Case
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionOptions, KVLayer, RotaryTable
@@ -53,7 +53,7 @@ def _paged_attention_out(*args: Any) -> None:
     call = AttentionCall(*args[:-1])
     checks.attention(call)
     batch = (call.seq_lens, call.max_seqlen_k)
-    case = attention_case(call, call, call.q, (call.tree_mask, call.causal_of), batch)
+    case = Case.of_attention(call, call, call.q, (call.tree_mask, call.causal_of), batch)
     registry.resolve(case, args[-1]).load().paged_attention(call)
 
 
@@ -62,7 +62,7 @@ def _write_kv(*args: Any) -> None:
     if call.v_new.dim() and not call.v_new.shape[-1]:
         call = checks.keys_alone(call)
     checks.write(call)
-    kernel = registry.resolve(write_case(call, call.cos is not None, (call.k_new, call.v_new)), args[-1])
+    kernel = registry.resolve(Case.of_write(call, call.cos is not None, (call.k_new, call.v_new)), args[-1])
     kernel.load().write_kv(call)
 
 
@@ -83,7 +83,7 @@ def _gather_kv_out(*args: Any) -> None:
 
 def _gather(call: GatherCall, backend: str) -> None:
     checks.gather_results(call)
-    registry.resolve(gather_case(call), backend).load().gather_kv(call)
+    registry.resolve(Case.of_gather(call), backend).load().gather_kv(call)
 
 
 def _gathered(source: GatherSource, rows: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -97,12 +97,12 @@ def _fake_gather_kv(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     checks.merge(out_a, lse_a, out_b, lse_b)
-    return registry.resolve(merge_case(out_a)).load().merge_states(out_a, lse_a, out_b, lse_b)
+    return registry.resolve(Case.of_merge(out_a)).load().merge_states(out_a, lse_a, out_b, lse_b)
 
 
 def _copy_frames(storage: Tensor, copies: Tensor, backend: str) -> None:
     checks.copies(storage, copies)
-    registry.resolve(copy_case(storage), backend).load().copy_frames(storage, copies)
+    registry.resolve(Case.of_copy(storage), backend).load().copy_frames(storage, copies)
 
 
 def _fake_nothing(*args: Any) -> None:

@@ -17,7 +17,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, operators, registry
 from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, Window, sides
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
-from pagedkv.kernels.case import Case, case_of, type_and_index
+from pagedkv.kernels.case import Case
 from pagedkv.spec import KVSpec
 
 __all__ = [
@@ -250,10 +250,9 @@ def explain(case: Case | KVSpec | None = None, *, device: str | None = None) -> 
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if case is None:
-        kind, index = type_and_index(device)
-        case = Case(device=kind, device_index=index)
+        case = Case.of_device(device)
     elif isinstance(case, KVSpec):
-        case = case_of(case, device)
+        case = Case.of_spec(case, device)
     elif not isinstance(case, Case):
         raise InvalidRequest(f"case is of type {type(case).__name__}; give a Case, a KVSpec, or None for this machine")
     objections = {kernel.name: kernel.refuse(case) for kernel in registry.KERNELS}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest, KernelUnavailable
-from pagedkv.kernels.case import Case, Kernel, case_of
+from pagedkv.kernels.case import Case, Kernel
 
 if TYPE_CHECKING:
     from pagedkv.spec import KVSpec
@@ -97,4 +97,4 @@ def _resolve(case: Case, backend: str, kernels: tuple[Kernel, ...]) -> Kernel:
 
 def choose(spec: KVSpec, device: str = "cpu", name: str | None = AUTO) -> Kernel:
     """Return the kernel for a cache of this geometry, resolved when the cache is built. Raises: as `resolve`."""
-    return resolve(case_of(spec, device), name)
+    return resolve(Case.of_spec(spec, device), name)

@@ -8,14 +8,14 @@ FOLDER = "pagedkv/kernels"
 FAULTS = (
     Fault(
         "out that shares memory is refused: its elements are not compared",
-        "contract.py",
+        "checks.py",
         "        if rule.is_written and not x.is_contiguous():\n",
         "        if False:\n",
         "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
     ),
     Fault(
         "a tree mask has a column for each new token: any width will do",
-        "contract.py",
+        "checks.py",
         "(size >= known if is_least else size == known)",
         "(is_least or size == known)",
         "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",

@@ -106,7 +106,7 @@ class Machine(Protocol):
         """Run a kernel on the current stream."""
 
 
-class Launch(NamedTuple):
+class _Launch(NamedTuple):
     """One launch without its pointers.
 
     floats:  float32 elements of workspace
@@ -137,7 +137,7 @@ class AttentionLauncher:
         self._pool = (layer.k.data_ptr(), layer.v.data_ptr(), *map(_address, self._scales))
         heads = (options.sinks, options.alibi_slopes)
         self._heads_at = tuple(map(_address, heads)) if all(x is None or x.is_contiguous() for x in heads) else ()
-        self._launches: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
+        self._launches: dict[tuple[Any, ...], tuple[_Launch, ...]] = {}
 
     def __call__(
         self, q: Tensor, table: Tensor, rows: Tensor | None, seq_lens: Tensor, starts: Tensor,
@@ -180,7 +180,7 @@ class AttentionLauncher:
         if lse is not None and into is not None and into is not lse:
             lse.copy_(into)  # padding stays
 
-    def _compute(self, key: tuple[Any, ...], *arguments: Any) -> tuple[Launch, ...]:
+    def _compute(self, key: tuple[Any, ...], *arguments: Any) -> tuple[_Launch, ...]:
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
         fixed: tuple[Any, ...] = (self._layer.k, self._layer.v, *self._scales, *self._options)
@@ -195,7 +195,7 @@ def attend(call: AttentionCall, machine: Machine) -> None:
     AttentionLauncher(layer, options, machine)(*arguments)
 
 
-def launches_of(call: AttentionCall, machine: Machine) -> tuple[Launch, ...]:
+def launches_of(call: AttentionCall, machine: Machine) -> tuple[_Launch, ...]:
     """Return the launches that serve calls like this one.
 
     Raises InvalidRequest if rows are not aligned, or shared memory is too small.
@@ -214,7 +214,7 @@ def launches_of(call: AttentionCall, machine: Machine) -> tuple[Launch, ...]:
     )
 
 
-def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisation, row_class: RowClass) -> Launch:
+def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisation, row_class: RowClass) -> _Launch:
     (T, H, _), (_, S, K, _), B = call.q.shape, call.k.shape, call.seq_lens.shape[0]
     blocks, floats = machine.num_sms * kernel.blocks, kernel.rows * (kernel.head_dim_v + 2)
     spread, slots, split = 0, 2 * blocks, min(call.split_tokens or 0, FARTHEST)
@@ -241,7 +241,7 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
         *_scale_and_cap(call.scale, call.softcap),
     )  # fmt: skip
     words = RECORD_WORDS * blocks + (slots if is_shared else 0)
-    return Launch(kernel, blocks, slots * floats, _digest(options), words, rest)
+    return _Launch(kernel, blocks, slots * floats, _digest(options), words, rest)
 
 
 def _scale_and_cap(scale: float, softcap: float) -> tuple[float, float]:

@@ -51,7 +51,7 @@ def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
     ]
 
 
-def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
+def _shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
     """Return the objections of attention to this much shared memory of a CTA and of an SM.
 
     A fact that `case` lacks is no objection.
@@ -71,7 +71,7 @@ def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
 
 
 @cache
-def shared_memory(index: int) -> tuple[int, int]:
+def _shared_memory(index: int) -> tuple[int, int]:
     """Return the bytes of shared memory that a CTA may have, and that an SM has, on the GPU of this index.
 
     If torch does not tell, there is no limit.
@@ -84,7 +84,7 @@ def shared_memory(index: int) -> tuple[int, int]:
 
 
 @cache
-def machine_objections(index: int) -> tuple[str, ...]:
+def _machine_objections(index: int) -> tuple[str, ...]:
     """Return what this machine, or its GPU of this index, lacks."""
     found = []
     if importlib.util.find_spec("cupy") is None:
@@ -109,8 +109,8 @@ def objections(case: Case) -> list[str]:
     """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on
     this machine's GPU."""
     index = _index_of(case)
-    found = [*machine_objections(index), *case_objections(case)]
-    return found or shared_memory_objections(case, shared_memory(index))
+    found = [*_machine_objections(index), *case_objections(case)]
+    return found or _shared_memory_objections(case, _shared_memory(index))
 
 
 def paged_attention(call: AttentionCall) -> None:

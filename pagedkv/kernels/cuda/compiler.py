@@ -70,7 +70,7 @@ def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, i
     return f"{kernel}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def nearest(arch: str, supported: Iterable[str]) -> str:
+def _nearest(arch: str, supported: Iterable[str]) -> str:
     """Return the newest of the `supported` architectures whose code runs on `arch`: of the same major number, and no
     newer. Return `arch` if there is none."""
     mine = int(arch.removeprefix("sm_"))
@@ -112,7 +112,7 @@ def cubin_for(kernel: str, macros: Mapping[str, int], arch: str) -> bytes:
     """
     from cupy.cuda import nvrtc
 
-    arch = nearest(arch, (f"sm_{n}" for n in nvrtc.getSupportedArchs()))  # NVRTC may be older than the GPU
+    arch = _nearest(arch, (f"sm_{n}" for n in nvrtc.getSupportedArchs()))  # NVRTC may be older than the GPU
     file = debug.cache_folder() / "cubins" / f"{key(kernel, macros, arch, nvrtc.getVersion())}.cubin"
     found = _read(file)
     if found is None:

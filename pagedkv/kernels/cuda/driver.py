@@ -1,13 +1,13 @@
 """One GPU: the kernels loaded in this process, the memory that outlives a launch, and the launch itself.
 
-The file calls CUDA through two interfaces, where the tests put recorders: `Cuda`, six functions of cupy.cuda.driver,
+The file calls CUDA through two interfaces, where the tests put recorders: `_Cuda`, six functions of cupy.cuda.driver,
 and `TorchDevice`, functions of torch, of the runtime and of streams.py. No launch has an attribute and no kernel forms
 a cluster, so cuda.core is not needed. This file knows no attention.
 
     a launch       allocates only torch's memory of the current stream. It neither waits nor reads the device back, so a
                    CUDA graph captures it as it is. A capture cannot load a kernel: that is refused, with the remedy.
     kept memory    belongs to no allocator's pool and is never freed. Each stream has a set, and so has each capture
-                   (`Kept`).
+                   (`_Kept`).
     contexts       kernels are loaded in the device's primary context, which torch uses too. If the calling thread has
                    no context, or another device's, the primary context is current during the launch.
 """
@@ -44,18 +44,18 @@ LINE: Final = 16
 """Words in 128 bytes, a line of the L2 cache. No two kinds of launches write in the same line."""
 
 
-class Cuda(Protocol):
+class _Cuda(Protocol):
     """The functions of cupy.cuda.driver that this file calls; all raise CUDADriverError."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: int
     CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: int
 
-    def ctxGetCurrent(self) -> int: ...  # noqa: D102
-    def ctxSetCurrent(self, context: int) -> None: ...  # noqa: D102
-    def moduleLoadData(self, cubin: bytes) -> int: ...  # noqa: D102
-    def moduleGetFunction(self, module: int, name: str) -> int: ...  # noqa: D102
-    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None: ...  # noqa: D102
-    def launchKernel(self, function: int, *arguments: int) -> None: ...  # noqa: D102
+    def ctxGetCurrent(self) -> int: ...
+    def ctxSetCurrent(self, context: int) -> None: ...
+    def moduleLoadData(self, cubin: bytes) -> int: ...
+    def moduleGetFunction(self, module: int, name: str) -> int: ...
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None: ...
+    def launchKernel(self, function: int, *arguments: int) -> None: ...
 
 
 class TorchDevice:
@@ -77,7 +77,7 @@ class TorchDevice:
         self.shared_per_block: int = device_attribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
         self.shared_per_sm: int = device_attribute(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
 
-    def context(self, cuda: Cuda) -> int:
+    def context(self, cuda: _Cuda) -> int:
         """Return the device's primary context, and make it current in this thread. cudaSetDevice does that; torch skips
         the call if the device is already current."""
         from cupy.cuda import runtime
@@ -143,7 +143,7 @@ class _DeviceMemory:
         }
 
 
-class Kept:
+class _Kept:
     """Memory that a launch leaves to the next launch of its kind: shares of the work, and tickets (partition.cuh).
 
     Launches on one stream run one after another and share a set for each kind, and so do the launches that one capture
@@ -193,13 +193,13 @@ class Kept:
 class Driver:
     """The `Machine` (attention.py) that launches on a GPU."""
 
-    def __init__(self, device: TorchDevice, cuda: Cuda) -> None:
+    def __init__(self, device: TorchDevice, cuda: _Cuda) -> None:
         self.num_sms: int = device.num_sms
         self.shared_per_block: int = device.shared_per_block
         self.shared_per_sm: int = device.shared_per_sm
         self._device, self._cuda, self._context = device, cuda, device.context(cuda)
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
-        self._kept = Kept(device)
+        self._kept = _Kept(device)
         self._floats: Tensor | None = None
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class Driver:
 def _driver_at(index: int) -> Driver:
     from cupy.cuda import driver as cupy_driver
 
-    return Driver(TorchDevice(torch.device("cuda", index)), cast("Cuda", cupy_driver))
+    return Driver(TorchDevice(torch.device("cuda", index)), cast("_Cuda", cupy_driver))
 
 
 def driver_of(device: torch.device) -> Driver:

@@ -71,7 +71,7 @@ class WriteLauncher:
     def _compute(self, key: tuple[Any, ...], *arguments: Any) -> Any:
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
-        launches = self._launches[key] = writes_of(WriteCall(*self._fixed, *arguments))
+        launches = self._launches[key] = _writes_of(WriteCall(*self._fixed, *arguments))
         return launches
 
 
@@ -84,7 +84,7 @@ def write_kv(call: WriteCall, machine: Machine) -> None:
     WriteLauncher(layer, rope, machine)(*arguments)
 
 
-def writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
+def _writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     """Return the launches that serve writes like this one: kernel, CTAs, and the parameters after the pointers."""
     T, K, D = call.k_new.shape
     Dv = call.v_new.shape[2]

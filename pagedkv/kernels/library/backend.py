@@ -35,12 +35,12 @@ from torch import Tensor
 
 from pagedkv.kernels import checks, registry
 from pagedkv.kernels.args import GatherCall, GatherSource
-from pagedkv.kernels.case import attention_case, copy_case, gather_case, merge_case, write_case
+from pagedkv.kernels.case import Case
 from pagedkv.kernels.library.products import AttentionState, products_of
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, WriteCall
-    from pagedkv.kernels.case import Backend, Case
+    from pagedkv.kernels.case import Backend
 
 LARGEST_HEAD_DIM: Final = 256
 SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "prefill", "long_prefill"})
@@ -222,7 +222,7 @@ def _repair(call: AttentionCall, doubtful: Tensor) -> None:
     if not _on_host(call):
         _triton("backend").attend_only(call, doubtful)
     elif doubtful.any():
-        again = _other(attention_case(call, call, call.q, (None, None)))
+        again = _other(Case.of_attention(call, call, call.q, (None, None)))
         starts = call.cu_seqlens_q.tolist()
         for b in doubtful.nonzero().flatten().tolist():
             row, rows = b if call.rows is None else int(call.rows[b]), slice(*starts[b : b + 2])
@@ -246,19 +246,19 @@ def _other(case: Case) -> Backend:
 
 def write_kv(call: WriteCall) -> None:
     """Store each new token's K and V at its slot, by another kernel."""
-    _other(write_case(call, call.cos is not None, (call.k_new, call.v_new))).write_kv(call)
+    _other(Case.of_write(call, call.cos is not None, (call.k_new, call.v_new))).write_kv(call)
 
 
 def gather_kv(call: GatherCall) -> None:
     """Copy the tokens of each sequence out of their pages, by another kernel. Modifies: call.k_out, call.v_out."""
-    _other(gather_case(call)).gather_kv(call)
+    _other(Case.of_gather(call)).gather_kv(call)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return out and lse over the keys of both states, by another kernel."""
-    return _other(merge_case(out_a)).merge_states(out_a, lse_a, out_b, lse_b)
+    return _other(Case.of_merge(out_a)).merge_states(out_a, lse_a, out_b, lse_b)
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
     """Copy frames inside `storage`, every source read first, by another kernel."""
-    _other(copy_case(storage)).copy_frames(storage, copies)
+    _other(Case.of_copy(storage)).copy_frames(storage, copies)

@@ -24,9 +24,11 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cpu as kernel
 from pagedkv.kernels import registry
 from pagedkv.kernels.linear import cpu
 from pagedkv.kernels.linear.matrix import Matrix
@@ -69,9 +71,9 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, *, backend: s
             f"x has shape {list(x.shape)} and the weights {list(weights.shape)}; give x [..., K] and weights [N, K]"
         )
     is_compiling = torch.compiler.is_compiling()
-    if _is_torchs(x, weights, bias) or (not is_compiling and cpu.is_transformed()):
+    if _is_torchs(x, weights, bias) or (not is_compiling and _is_transformed()):
         return F.linear(x, weights, bias)
-    if is_compiling or cpu.is_observed(x, weights, bias):
+    if is_compiling or _is_observed(x, weights, bias):
         found: Tensor = torch.ops.pagedkv.linear.default(x, weights, bias, backend)
         return found
     return _linear(x, weights, bias, backend)
@@ -105,6 +107,34 @@ def _linear(x: Tensor, weights: Tensor, bias: Tensor | None, backend: str | None
     return found if len(leading) == 1 else found.view(*leading, found.shape[1])
 
 
+def _state() -> tuple[Any, ...] | None:
+    """Return all that may change the choice of operations, and a `cpu.Native`: that of the environment, and torch's.
+
+    None without the extension.
+    """
+    return None if kernel.missing() else (*kernel.extension().kernel_choices(), torch.get_num_threads())
+
+
+def _is_observed(x: Tensor, weights: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a mode, a transform, a trace or the profiler must see the call, or a tensor is a negative view.
+
+    The C++ code computes unseen, and reads memory as it is.
+    """
+    if not kernel.OBSERVERS:
+        return True
+    for observes in kernel.OBSERVERS:
+        if observes():
+            return True
+    return x.is_neg() or weights.is_neg() or (bias is not None and bias.is_neg())
+
+
+def _is_transformed() -> bool:
+    """Return whether torch.func transforms the call, or torch.autograd.forward_ad differentiates it."""
+    if forward_ad._current_level >= 0:
+        return True
+    return bool(kernel.OBSERVERS) and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 _CHOSEN: Final[dict[tuple[Any, ...], Operations]] = {}
 """Operations by the arguments of `choose` and all else that it depends on: it takes microseconds to read os.environ."""
 
@@ -113,7 +143,7 @@ _MOST_CHOSEN: Final = 64
 
 def _operations(device: torch.device, dtype: torch.dtype, num_rows: int, backend: str | None) -> Operations:
     """Return choose(device, dtype, num_rows, backend) from `_CHOSEN` if it is there."""
-    state = cpu.state()
+    state = _state()
     if state is None:
         return choose(device, dtype, num_rows, backend)
     key = (device, dtype, num_rows > cpu.MOST_TOKENS, cpu.MOST_TOKENS, backend, state)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from pagedkv.kernels import cpu, quant
 from pagedkv.kernels.linear.matrix import PIECE, Matrix
@@ -53,34 +52,6 @@ def is_slow_in_torch(dtype: torch.dtype) -> bool:
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype, "")
     ask = getattr(torch.ops.mkldnn, name, None)  # none in a torch without oneDNN
     return ask is not None and not ask()
-
-
-def state() -> tuple[Any, ...] | None:
-    """Return all that may change the choice of operations, and a `Native`: the environment's part of it, and torch's.
-
-    None without the extension.
-    """
-    return None if cpu.missing() else (*cpu.extension().kernel_choices(), torch.get_num_threads())
-
-
-def is_observed(x: Tensor, weights: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a mode, a transform, a trace or the profiler must see the call, or a tensor is a negative view.
-
-    The C++ code computes unseen, and reads memory as it is.
-    """
-    if not cpu.OBSERVERS:
-        return True
-    for observes in cpu.OBSERVERS:
-        if observes():
-            return True
-    return x.is_neg() or weights.is_neg() or (bias is not None and bias.is_neg())
-
-
-def is_transformed() -> bool:
-    """Return whether torch.func transforms the call, or torch.autograd.forward_ad differentiates it."""
-    if forward_ad._current_level >= 0:
-        return True
-    return bool(cpu.OBSERVERS) and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Native(Operations):

@@ -81,7 +81,7 @@ class Operations:
         cos, sin = (table[:, None] for table in angles)
         each = qkv.view(len(qkv), -1, 2 * cos.shape[-1])
         for part, norm in zip(torch.split(each, [*heads, heads[1]], dim=1), norms, strict=False):
-            first, second = normed(part, norm, eps).chunk(2, dim=-1)
+            first, second = _normed(part, norm, eps).chunk(2, dim=-1)
             part.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
     def _linear(
@@ -92,7 +92,7 @@ class Operations:
 
         mode: "store" and "logits", y; "add", `out` after y was added; the name of an activation, act(gate) * up
         """
-        y = self._product(normed(x, norm, eps), dense(weights, x.dtype), bias)
+        y = self._product(_normed(x, norm, eps), _dense(weights, x.dtype), bias)
         if mode == "add":
             assert out is not None
             return out.add_(y)
@@ -105,10 +105,10 @@ class Operations:
         return F.linear(x, weights, bias)
 
     def _add_normed(self, residual: Tensor, y: Tensor, norm: Tensor, eps: float) -> None:
-        residual += normed(y, norm, eps)
+        residual += _normed(y, norm, eps)
 
 
-def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return the norm of the last dim of x; x itself if `weight` is None."""
     if weight is None:
         return x
@@ -117,6 +117,6 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return (unit.to(weight.dtype) * weight).to(x.dtype)
 
 
-def dense(weights: Tensor | Matrix, dtype: torch.dtype) -> Tensor:
+def _dense(weights: Tensor | Matrix, dtype: torch.dtype) -> Tensor:
     """Return weights as a tensor: those of a `Matrix` in `dtype`, others as they are."""
     return weights.dense(dtype) if isinstance(weights, Matrix) else weights

@@ -236,21 +236,21 @@ def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wide = registry.Case(device="cuda", dtype="float32", kv_dtype="float32", head_dim=576, head_dim_v=512)
-    assert backend.shared_memory_objections(wide, H200) == []
-    assert backend.shared_memory_objections(wide._replace(dtype="bfloat16", kv_dtype="bfloat16"), AD102) == []
-    assert backend.shared_memory_objections(wide._replace(kv_dtype=None), AD102) == [], "the dtype is not known yet"
+    assert backend._shared_memory_objections(wide, H200) == []
+    assert backend._shared_memory_objections(wide._replace(dtype="bfloat16", kv_dtype="bfloat16"), AD102) == []
+    assert backend._shared_memory_objections(wide._replace(kv_dtype=None), AD102) == [], "the dtype is not known yet"
     about = SimpleNamespace(shared_memory_per_block_optin=AD102[0], shared_memory_per_multiprocessor=AD102[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(backend, "machine_objections", lambda index: ())
-    backend.shared_memory.cache_clear()
+    monkeypatch.setattr(backend, "_machine_objections", lambda index: ())
+    backend._shared_memory.cache_clear()
     try:
         assert len(found := backend.objections(wide)) == 1
         assert "head dims (576, 512) need more shared memory than the 101376 bytes of this GPU" in found[0]
         assert backend.objections(wide._replace(head_dim=128, head_dim_v=128)) == []
     finally:
-        backend.shared_memory.cache_clear()
+        backend._shared_memory.cache_clear()
 
 
 def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:

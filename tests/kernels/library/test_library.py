@@ -91,7 +91,8 @@ def test_flash_attention_computes_what_another_kernel_need_not_compute_again(
     built = PREFILL.build()
     if punched:
         built.batch.block_table[0, [2, 5]] = -1
-    monkeypatch.setattr(backend, "attention_case", None)  # a second computation would fail
+    alone = SimpleNamespace(of_gather=cases.Case.of_gather)  # a second computation would fail
+    monkeypatch.setattr(backend, "Case", alone)
     out, lse = LIBRARY.attend(built)
     exact, low = oracle(built), same_precision(built)
     assert np.abs(out.double().numpy() - exact.out).max() <= allowed_error(PREFILL, exact.out, low.out)
@@ -221,7 +222,7 @@ def test_a_gather_on_a_gpu_asks_triton_before_cuda() -> None:
 def test_on_a_cpu_auto_never_asks_the_library() -> None:
     built = Case(q_lens=(2048,), kv_lens=(2048,), dtype="bfloat16").build()
     call = call_of(built)
-    case = cases.attention_case(call, call, call.q, batch=(call.seq_lens, call.max_seqlen_k))
+    case = cases.Case.of_attention(call, call, call.q, batch=(call.seq_lens, call.max_seqlen_k))
     assert "library" not in [kernel.name for kernel in registry.in_order(case)]
 
 
@@ -250,7 +251,7 @@ def test_a_prefill_is_long_if_its_queries_are_worth_a_copy_of_the_keys(
 ) -> None:
     with FakeTensorMode(), torch.device("cuda:0"):
         call = typical_call(B=B, n=longest)._replace(q=torch.empty(sum(lens), 32, 128, dtype=torch.bfloat16))
-        case = cases.attention_case(call, call, call.q, batch=(call.seq_lens, call.max_seqlen_k))
+        case = cases.Case.of_attention(call, call, call.q, batch=(call.seq_lens, call.max_seqlen_k))
     assert case.features == {*features}
 
 

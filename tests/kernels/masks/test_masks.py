@@ -10,8 +10,8 @@ import torch
 
 from pagedkv import bind_attention, paged_attention
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import case as cases
 from pagedkv.kernels.args import AttentionOptions
-from pagedkv.kernels.case import attention_case
 from tests.cases import MASKS, Built, Case, moved
 
 if TYPE_CHECKING:
@@ -133,4 +133,4 @@ def test_a_case_names_the_masks_that_a_kernel_must_know() -> None:
     }
     for (window, causal_of), wanted in features.items():
         on = AttentionOptions.of(window=window)  # type: ignore[arg-type]
-        assert attention_case(built.layer, on, built.q, (None, causal_of)).features == wanted
+        assert cases.Case.of_attention(built.layer, on, built.q, (None, causal_of)).features == wanted

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagedkv import KVSpec
 from pagedkv.kernels.args import GatherCall, GatherSource, WriteCall
-from pagedkv.kernels.case import Case, attention_case, case_of
+from pagedkv.kernels.case import Case
 from tests.kernels.triton.compiled import typical_call
 from tests.kernels.triton.test_triton import backend, specialisation
 
@@ -126,8 +126,8 @@ def test_objections_are_those_of_the_gpu_of_the_case(gpus: Gpus, monkeypatch: py
 def test_a_case_names_the_gpu_of_its_tensors() -> None:
     with FakeTensorMode(), torch.device("cuda:1"):
         call = typical_call()
-        case = attention_case(call, call, call.q)
+        case = Case.of_attention(call, call, call.q)
     assert (case.device, case.device_index) == ("cuda", 1)
     assert str(case).startswith("paged_attention on cuda:1 dtype=bfloat16")
     spec = KVSpec(1, 2, 64)
-    assert (case_of(spec, "cuda:2").device_index, case_of(spec, "cuda").device_index) == (2, None)
+    assert (Case.of_spec(spec, "cuda:2").device_index, Case.of_spec(spec, "cuda").device_index) == (2, None)
