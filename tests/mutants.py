@@ -119,7 +119,7 @@ if VARIABLE in os.environ:
     def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         """Fail a test that hangs: broken code may."""
         signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{item.name} hangs"))
-        signal.alarm(200)
+        signal.alarm(100)
         try:
             return (yield)
         finally:

@@ -140,7 +140,7 @@ FAULTS = (
         "tables/steps.py",
         "    frames.pin(s, source)\n    if chained:",
         "    if s.frames[source].refs > 1:\n        frames.pin(s, source)\n    if chained:",
-        LAWS,
+        STEPS,
     ),
     Fault(
         "refs count the entries that name a frame: a fork does not count its first page",
