@@ -358,7 +358,7 @@ FAULTS = (
         "tables/steps.py",
         "        if accepted[i] < planned and s.spaces[asids[i]].planned != ends[i] and not keep:\n",
         "        if False:\n",
-        MACHINE,
+        STEPS,
     ),
     Fault(
         "a pin holds the pages that prompts find: it holds the duplicates of a space that could not share them yet",
