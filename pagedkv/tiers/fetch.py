@@ -42,7 +42,7 @@ LOOKED_UP: Final = 64
 Salt = bytes | Mapping[int, bytes]
 
 
-class Planned(Protocol):
+class _Planned(Protocol):
     """A plan as a cache returns it."""
 
     @property
@@ -63,7 +63,7 @@ class Cache(Protocol):
     def open(self, token_ids: I32, *, tenant: bytes, salt: Salt) -> AddressSpace:
         """Open a space that maps the longest known prefix."""
 
-    def plan(self, batch: Sequence[AddressSpace], counts: Sequence[int]) -> Planned:
+    def plan(self, batch: Sequence[AddressSpace], counts: Sequence[int]) -> _Planned:
         """Map frames for new tokens. A pool that may grow does."""
 
 
@@ -82,7 +82,7 @@ class Fetch:
         self.lacked: int = 0
         self.space: AddressSpace | None = None
         self.plan: Plan | None = None
-        self.pages: list[FetchedPage] = []
+        self.pages: list[_FetchedPage] = []
         self.jobs: list[Job] = []
         self.ids: I32 = ids
         self.digests: list[bytes] = []  # of its pages, as far as they were hashed
@@ -149,7 +149,7 @@ class Fetch:
         return sum(len(page.under_way) for page in self.pages)
 
 
-class FetchedPage:
+class _FetchedPage:
     """One page of a fetch. keys, frames: one for each layer group. missing: the groups that have not arrived.
 
     under_way: group: the number of the level that loads it. level: the number of the level to ask next, from the one
@@ -164,7 +164,7 @@ class FetchedPage:
         self.level: int | None = None
 
 
-class Holds:
+class _Holds:
     """Fetches that are done and keep the address space of their prompt, the oldest first.
 
     A frame that only these spaces map counts as one that a plan may take, as if it were cached.
@@ -240,8 +240,8 @@ class Loader:
         self._manager, self._levels, self._num_groups = manager, levels, num_groups
         self.fetches: list[Fetch] = []
         self.waiting: list[Fetch] = []
-        self.holds: Holds = Holds(manager)
-        self._loads: dict[tuple[int, int, bytes], tuple[FetchedPage, int]] = {}
+        self.holds: _Holds = _Holds(manager)
+        self._loads: dict[tuple[int, int, bytes], tuple[_FetchedPage, int]] = {}
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Loader:
         if not fetch.pages:
             fetch.end(fetch.first)
 
-    def _bringer(self, pages: Sequence[FetchedPage]) -> Fetch | None:
+    def _bringer(self, pages: Sequence[_FetchedPage]) -> Fetch | None:
         """Return the fetch that brings the first of `pages`."""
         if not pages:
             return None
@@ -280,13 +280,13 @@ class Loader:
             (f for f in self.fetches if not f.is_given_up and any(p.keys[0].name == name for p in f.pages)), None
         )
 
-    def _findable(self, keys: Iterator[list[Key]]) -> list[FetchedPage]:
+    def _findable(self, keys: Iterator[list[Key]]) -> list[_FetchedPage]:
         """Return the pages from the first on that some tier seems to have in all groups.
 
         A tier is asked only for what those above it lack: a lookup in a shared store costs a wait.
         """
-        pages: list[FetchedPage] = []
-        while part := [FetchedPage(each) for each in itertools.islice(keys, LOOKED_UP)]:
+        pages: list[_FetchedPage] = []
+        while part := [_FetchedPage(each) for each in itertools.islice(keys, LOOKED_UP)]:
             for number, level in enumerate(self._levels):
                 lacking = [page for page in part if page.level is None]
                 if not lacking:
@@ -325,7 +325,7 @@ class Loader:
 
     def _submit(self, fetch: Fetch) -> None:
         """Ask the next tier for each page that is neither complete nor under way."""
-        wanted: dict[int, list[FetchedPage]] = {}
+        wanted: dict[int, list[_FetchedPage]] = {}
         for page in fetch.pages:
             if page.missing and not page.under_way and (number := self._next_level(page)) is not None:
                 page.level = number + 1
@@ -344,7 +344,7 @@ class Loader:
                 for page, group in moves:
                     self._loads[number, job.number, page.keys[group].name] = page, group
 
-    def _next_level(self, page: FetchedPage) -> int | None:
+    def _next_level(self, page: _FetchedPage) -> int | None:
         """Return the number of the next level that `page` may be asked for in; None if there is none."""
         first = len(self._levels) if page.level is None else page.level
         return next((number for number in range(first, len(self._levels)) if self._levels[number].is_open), None)

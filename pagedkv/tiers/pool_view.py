@@ -26,8 +26,8 @@ States = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
 Fence = torch.cuda.Event | None
 
 
-class How(TypedDict, total=False):
-    """The options of copy_runs. A copy from or to a GPU takes none of its `seconds`."""
+class _How(TypedDict, total=False):
+    """The options of _copy_runs. A copy from or to a GPU takes none of its `seconds`."""
 
     is_summed: bool
     seconds: float
@@ -82,7 +82,7 @@ class PoolView:
         return event
 
     def read(
-        self, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: Fence = None, **how: Unpack[How]
+        self, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: Fence = None, **how: Unpack[_How]
     ) -> list[bytes]:
         """Copy each of `frames` (int64 [n]) to a row of `into` (uint8 [N, frame_bytes], on the host), and wait.
 
@@ -91,7 +91,7 @@ class PoolView:
         return self._copy((into, rows), (self.frames, frames), fence, **how)
 
     def write(
-        self, frames: Numbers, source: torch.Tensor, rows: Numbers, fence: Fence = None, **how: Unpack[How]
+        self, frames: Numbers, source: torch.Tensor, rows: Numbers, fence: Fence = None, **how: Unpack[_How]
     ) -> list[bytes]:
         """Copy rows of `source` (uint8 [N, frame_bytes], on the host) to `frames` (int64 [n]), and wait.
 
@@ -100,13 +100,13 @@ class PoolView:
         return self._copy((self.frames, frames), (source, rows), fence, **how)
 
     def _copy(
-        self, to: tuple[torch.Tensor, Numbers], source: tuple[torch.Tensor, Numbers], fence: Fence, **how: Unpack[How]
+        self, to: tuple[torch.Tensor, Numbers], source: tuple[torch.Tensor, Numbers], fence: Fence, **how: Unpack[_How]
     ) -> list[bytes]:
         (target, places), (origin, rows) = to, source
         if not self.is_cuda:
             size = self.frame_bytes
             to_bytes, from_bytes = target.data_ptr() + places * size, origin.data_ptr() + rows * size
-            return copy_runs(to_bytes, from_bytes, size, **how)
+            return _copy_runs(to_bytes, from_bytes, size, **how)
         stream = self._stream()
         if fence is not None:
             stream.wait_event(fence)
@@ -126,7 +126,7 @@ class PoolView:
         return stream
 
 
-def copy_runs(
+def _copy_runs(
     targets: Numbers, sources: Numbers, num_bytes: int, *, is_summed: bool = False, seconds: float = 0.0
 ) -> list[bytes]:
     """Copy `num_bytes` bytes from each source to its target. Runs must not overlap.

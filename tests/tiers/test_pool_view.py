@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from pagedkv.kernels import cpu
-from pagedkv.tiers.pool_view import copy_runs
+from pagedkv.tiers import pool_view
 
 LONG = 256 << 10
 """Runs of so many bytes go past the caches, and so many are copied at a time."""
@@ -54,7 +54,7 @@ def test_runs_arrive_with_their_sums_and_nothing_beside_them_changes(size: int, 
     target = target[-target.ctypes.data % 64 :][: 5 * stride].reshape(5, stride)  # begins at a line
     rows, places = np.array([7, 0, 3]), np.array([4, 1, 2])
     to, start = target.ctypes.data + places * stride + beyond, source.ctypes.data + rows * stride + 3
-    sums = copy_runs(to, start, size, is_summed=is_summed)
+    sums = pool_view._copy_runs(to, start, size, is_summed=is_summed)
     copied, runs = target[places, beyond : beyond + size], source[rows, 3 : 3 + size]
     assert (copied == runs).all()
     assert sums == ([xxhash.xxh3_128_digest(run.tobytes()) for run in runs] if is_summed else [])

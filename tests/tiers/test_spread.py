@@ -23,7 +23,6 @@ from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import linear
 from pagedkv.tiers import host, pool_view, slots
 from pagedkv.tiers.host import HostTier
-from pagedkv.tiers.pool_view import copy_runs
 from tests.cases import Case
 from tests.tiers.world import IDS, PAGES, SPEC, World
 
@@ -56,7 +55,7 @@ class Copying:
         rows = np.arange(RUNS)
         to, start = self.target.ctypes.data + rows * (SIZE + 64), self.source.ctypes.data + rows * SIZE
         self.has_time.set()
-        self.sums = copy_runs(to, start, SIZE, is_summed=True, seconds=self.seconds)
+        self.sums = pool_view._copy_runs(to, start, SIZE, is_summed=True, seconds=self.seconds)
         self.took = time.monotonic() - self.began
 
     @property
@@ -213,13 +212,13 @@ def test_a_limit_gives_a_copy_time(
     monkeypatch: pytest.MonkeyPatch, limit: str | None, speed: float | None, part: int
 ) -> None:
     """A copy takes no longer than at LEAST_SPEED: an owner that cancels it or closes the tier waits for it."""
-    given = list[tuple[int, float]]()
+    given, original = list[tuple[int, float]](), pool_view._copy_runs
 
     def copy(targets: Any, sources: Any, size: int, *, is_summed: bool, seconds: float) -> list[bytes]:
         given.append((len(targets) * size, seconds))
-        return copy_runs(targets, sources, size, is_summed=is_summed)
+        return original(targets, sources, size, is_summed=is_summed)
 
-    monkeypatch.setattr(pool_view, "copy_runs", copy)
+    monkeypatch.setattr(pool_view, "_copy_runs", copy)
     tier = HostTier("1MiB", limit=limit)
     world = World(PagedKVCache(SPEC, num_frames=16, tiers=[tier]))
     world.run(IDS)
