@@ -107,7 +107,7 @@ EXPONENTS: Final = range(-13, 10)
 """The bounds of buckets are 2 ** e seconds, from 0.12 ms to 512 s: at these the engine's counts are exact."""
 
 
-class Collector:
+class _Collector:
     """The object that prometheus-client asks at each scrape. The label `pool` names one manager of the process."""
 
     def __init__(self, manager: MemoryManager | PagedKVCache, pool: str = "default") -> None:
@@ -154,7 +154,7 @@ class Collector:
         yield from (frames, tokens, evictions)
 
 
-class EngineCollector:
+class _EngineCollector:
     """The object that prometheus-client asks at each scrape. The label `pool` names one engine of the process."""
 
     def __init__(self, engine: Engine, pool: str = "default") -> None:
@@ -196,22 +196,22 @@ def _is_text(name: bytes) -> bool:
         return False
 
 
-def register(manager: MemoryManager | PagedKVCache, *, pool: str = "default", registry: Any = REGISTRY) -> Collector:
+def register(manager: MemoryManager | PagedKVCache, *, pool: str = "default", registry: Any = REGISTRY) -> _Collector:
     """Show the counters of `manager` at every scrape of `registry`; return the collector.
 
     Raises: ValueError of prometheus-client if `registry` has a manager already; give each manager its own registry
     """
-    collector = Collector(manager, pool)
+    collector = _Collector(manager, pool)
     registry.register(collector)
     return collector
 
 
-def register_engine(engine: Engine, *, pool: str = "default", registry: Any = REGISTRY) -> EngineCollector:
+def register_engine(engine: Engine, *, pool: str = "default", registry: Any = REGISTRY) -> _EngineCollector:
     """Show the figures of `engine` and of its cache at every scrape of `registry`; return the collector of the engine.
 
     Raises: ValueError of prometheus-client if `registry` has an engine or a manager already
     """
-    collector = EngineCollector(engine, pool)
+    collector = _EngineCollector(engine, pool)
     registry.register(collector)
     register(engine.cache, pool=pool, registry=registry)
     return collector

@@ -120,7 +120,7 @@ FAULTS = (
     ),
     Fault(
         "a plan keeps no tensor of the caller: it keeps the starts of queries",
-        "flashinfer/step.py",
+        "flashinfer/wrappers.py",
         'queries = queries.to("cpu", torch.int32, copy=True)',
         "pass",
         "test_flashinfer.py::test_a_plan_keeps_no_tensor_of_the_caller",

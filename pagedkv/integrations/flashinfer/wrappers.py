@@ -13,7 +13,6 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import stand_in
 from pagedkv.integrations.flashinfer.pages import layer_of
 from pagedkv.integrations.flashinfer.states import LN2
-from pagedkv.integrations.flashinfer.step import batch_of, tree_mask
 
 UNREAD: Final = frozenset(
     ("block_tables", "disable_split_kv", "max_sequence_kv", "max_token_per_sequence", "non_blocking", "rope_scale",
@@ -80,12 +79,12 @@ class _PagedWrapper:
         if not q_dtype.is_floating_point or q_dtype.itemsize == 1:
             raise InvalidRequest(f"q_data_type is {q_dtype}; it must be float32, bfloat16 or float16")
         options = self._options(pos_encoding_mode, soft_cap, causal)
-        batch = batch_of(queries, *tables, lengths, S, self.device)
+        batch = _batch_of(queries, *tables, lengths, S, self.device)
         if least is not None and (batch.seq_lens < least).any():
             at = int((batch.seq_lens < least).int().argmax())
             raise InvalidRequest(f"request {at} has {int(batch.seq_lens[at])} tokens, fewer than {least} queries")
         if mask is not None:
-            options["tree_mask"] = tree_mask(mask, batch.cu_seqlens_q, batch.seq_lens).to(self.device)
+            options["tree_mask"] = _tree_mask(mask, batch.cu_seqlens_q, batch.seq_lens).to(self.device)
         if split_pages is not None and split_pages > 0:
             options["split_tokens"] = split_pages * S
         num_queries = int(batch.cu_seqlens_q[-1])
@@ -321,3 +320,66 @@ def _dtype(of: object) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise InvalidRequest(f"{of!r} is no dtype; give one of torch, or its name")
     return found
+
+
+def _batch_of(
+    queries: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, lengths: Tensor | None, S: int, device: torch.device
+) -> PagedBatch:
+    """Return the tables of a step: pages on `device`, seq_lens and cu_seqlens_q on the host.
+
+    queries: int32 [B + 1]. lengths: [B], or None if `last` says them. The tensors are not kept.
+    Raises:  InvalidRequest
+    """
+    stand_in.check_integers(qo_indptr=queries, indptr=indptr, indices=indices, last_page_len=last, seq_lens=lengths)
+    ends, last_on_host, B = indptr.cpu().long(), last.cpu().long(), len(last)
+    queries = queries.to("cpu", torch.int32, copy=True)
+    counts = ends.diff()
+    if len(ends) != B + 1 or len(queries) != B + 1 or int(ends[0]) != 0 or (counts < 0).any():
+        raise InvalidRequest(
+            f"indptr is {ends.tolist()} for {len(queries) - 1} requests and {B} lengths of last pages; it must have "
+            "one entry more than there are requests, begin with 0 and never fall"
+        )
+    if len(indices) < int(ends[-1]):
+        raise InvalidRequest(f"indptr ends with {int(ends[-1])} pages, and indices has {len(indices)}")
+    if lengths is None:
+        is_wrong = (counts > 0) & ((last_on_host < 1) | (last_on_host > S))
+        if is_wrong.any():
+            at = int(is_wrong.int().argmax())
+            raise InvalidRequest(f"last_page_len of request {at} is {int(last_on_host[at])}; it must be 1 to {S}")
+        lengths = torch.where(counts > 0, (counts - 1) * S + last_on_host, 0)
+    tokens = lengths.to("cpu", torch.int32, copy=True)
+    if tokens.shape != counts.shape or (tokens < 0).any() or (tokens > counts * S).any():
+        raise InvalidRequest(
+            f"seq_lens is {tokens.tolist()}; the requests have {counts.tolist()} pages of {S} tokens by indptr"
+        )
+    used = indices[: int(ends[-1])]
+    if stand_in.is_readable(used) and (used < 0).any():
+        raise InvalidRequest(f"indices go down to {int(used.min())}; pages are numbered from 0")
+    P = max(1, int(counts.max()) if B else 0)
+    places = (ends[:-1, None] + torch.arange(P)).clamp(max=max(0, len(indices) - 1))
+    pages = indices.to(device) if len(indices) else torch.zeros(1, dtype=torch.int32, device=device)
+    table = pages[places.to(device)].int()
+    most = (int(queries.diff().max()), int(tokens.max())) if B else (0, 0)
+    return PagedBatch(table, tokens, queries, max_seqlen_q=most[0], max_seqlen_k=most[1])
+
+
+def _tree_mask(mask: Tensor, queries: Tensor, lengths: Tensor) -> Tensor:
+    """Return the mask among new tokens, bool [T, most queries of a request]. Raises InvalidRequest for other masks."""
+    counts = queries.diff()
+    sizes = (counts.long() * lengths.long()).tolist()
+    if mask.numel() != sum(sizes):
+        raise InvalidRequest(f"custom_mask has {mask.numel()} elements; the requests have {sum(sizes)}")
+    parts = torch.split(mask.cpu().bool().flatten(), sizes)
+    result = torch.zeros(int(queries[-1]), int(counts.max()) if len(counts) else 0, dtype=torch.bool)
+    for b, (first, count, length) in enumerate(zip(queries.tolist(), counts.tolist(), lengths.tolist(), strict=False)):
+        shown = parts[b][: count * length].view(count, length)
+        before = length - count
+        if before < 0:
+            raise InvalidRequest(f"custom_mask of request {b}: it has {count} queries and {length} tokens, fewer")
+        if not shown[:, :before].all():
+            raise InvalidRequest(
+                f"custom_mask of request {b} hides some of its {before} tokens before its {count} queries; "
+                "kernels here take masks among the new tokens"
+            )
+        result[first : first + count, :count] = shown[:, before:]
+    return result

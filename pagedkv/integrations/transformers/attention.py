@@ -39,7 +39,7 @@ _KNOWN: Final = OF_GENERATE | frozenset(
 """Arguments of an attention function that the kernels serve, or that do not concern attention."""
 
 
-class Active(threading.local):
+class _Active(threading.local):
     """The forward pass with a PagedCache that runs in this thread.
 
     cache: its cache, or None. own: the name of the attention function that the model has otherwise.
@@ -55,7 +55,7 @@ class Active(threading.local):
         self.asked: set[bool] | None = None
 
 
-ACTIVE: Final = Active()
+ACTIVE: Final = _Active()
 
 IN_CONFIG: Final = NameInConfig(NAME)
 """Its users are (thread, id of a Patched): the forward passes that attend to pages."""

@@ -61,17 +61,17 @@ def paged_batching(model: Any) -> Iterator[None]:
 
 
 def _register() -> None:
-    """Make batched_attention known to the host, once.
+    """Make _batched_attention known to the host, once.
 
     Layers of transformers 5.24 and newer call `update` of the host's cache before attention, and it gathers K and V of
-    all tokens. For models in the context it gathers nothing: batched_attention gets the cache, as from older layers.
+    all tokens. For models in the context it gathers nothing: _batched_attention gets the cache, as from older layers.
     The replaced method stays, and does what the host's does for all other models.
     """
     if BATCHING_NAME in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return
     if HOST >= (5, 24):
         PagedAttentionCache.update = _update_instead_of(PagedAttentionCache.update)  # type: ignore[method-assign]
-    AttentionInterface.register(BATCHING_NAME, batched_attention)  # last: after an interrupt, all is done again
+    AttentionInterface.register(BATCHING_NAME, _batched_attention)  # last: after an interrupt, all is done again
 
 
 def _update_instead_of(own: Any) -> Any:
@@ -86,7 +86,7 @@ def _update_instead_of(own: Any) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def batched_attention(
+def _batched_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Store K and V of the new tokens of a packed batch in the host's pages, and attend to them.

@@ -32,7 +32,7 @@ from pagedkv.integrations.transformers.pool import Pool
 from pagedkv.integrations.transformers.step import Holdings, Step
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The layer object that transformers expects; PagedCache keeps all its data."""
 
     is_compileable = False
@@ -124,7 +124,7 @@ class PagedCache(Cache):
         geometry = self.pool.geometry
         super().__init__(
             layers=[
-                PagedLayer(self, number, window) if number in geometry.cached else _dummy()
+                _PagedLayer(self, number, window) if number in geometry.cached else _dummy()
                 for number, window in enumerate(geometry.windows)
             ]
         )

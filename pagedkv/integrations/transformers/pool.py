@@ -29,7 +29,7 @@ PAUSE: Final = 0.0005
 """Seconds between two looks at pages on their way from tiers."""
 
 
-class Member(Protocol):
+class _Member(Protocol):
     """A cache of the pool, see cache.PagedCache."""
 
     holdings: Holdings
@@ -89,7 +89,7 @@ class Pool:
         self._require_prefixes()
         self._kv: PagedKVCache | None = None
         self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
-        self._caches: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._caches: weakref.WeakSet[_Member] = weakref.WeakSet()
         self._dropped: deque[Holdings] = deque()
         self._calls: dict[Any, Any] = {}  # bound to the frames
         self._fingerprint: tuple[object, ...] | None = None
@@ -222,7 +222,7 @@ class Pool:
 
     # -- for PagedCache ------------------------------------------------------------------------------------------------
 
-    def add(self, cache: Member, holdings: Holdings) -> None:
+    def add(self, cache: _Member, holdings: Holdings) -> None:
         """Note a cache of this pool. Its holdings are given back when it is collected."""
         self._caches.add(cache)
         weakref.finalize(cache, self._dropped.append, holdings)
@@ -242,7 +242,7 @@ class Pool:
                     return fetches
             time.sleep(PAUSE)  # other threads may compute
 
-    def plan(self, cache: Member, counts: list[int]) -> Any:
+    def plan(self, cache: _Member, counts: list[int]) -> Any:
         """Plan a step of `cache`. Other caches commit their finished steps if frames lack, as a pool grows then."""
         self.sweep()
         try:

@@ -31,7 +31,7 @@ PAUSE: Final = 0.0005
 """Seconds between two looks at a tier that is waited for."""
 
 
-class Ended(NamedTuple):
+class _Ended(NamedTuple):
     """The end of a job of vLLM.
 
     loaded: the keys whose bytes have arrived, in the order of `keys`. failed: whether any page met an error.
@@ -67,7 +67,7 @@ class TierUnderChunks:
         pinned = np.zeros(len(frames), np.uint32), np.ones(len(frames), np.uint8)  # by vLLM, while a job is under way
         self._fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
         self._chunk_bytes = frames.shape[1]
-        self._level, self._jobs, self._ended = Level(tier), dict[int, _Job](), list[Ended]()
+        self._level, self._jobs, self._ended = Level(tier), dict[int, _Job](), list[_Ended]()
         self._skipped: dict[bytes, float] = {}  # names of chunks that could not be loaded, until when
         tier.register(PoolView(frames, lambda: pinned), self._fingerprint)
 
@@ -99,7 +99,7 @@ class TierUnderChunks:
         else:
             self._jobs[job.number] = made
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[_Ended]:
         """Return the jobs that have ended since the last call."""
         self._poll()
         ended, self._ended = self._ended, []
@@ -138,7 +138,7 @@ class TierUnderChunks:
     def _end(self, job: _Job) -> None:
         seconds, num_bytes = time.monotonic() - job.began, len(job.loaded) * self._chunk_bytes
         loaded = [key for key in job.keys if key in job.loaded]
-        self._ended.append(Ended(job.number, job.keys, loaded, job.failed, num_bytes, seconds))
+        self._ended.append(_Ended(job.number, job.keys, loaded, job.failed, num_bytes, seconds))
 
     def _skip(self, job: _Job, names: Iterable[bytes]) -> None:
         """Let chunks count as missing that could not be loaded: vLLM would ask for them again in each step."""

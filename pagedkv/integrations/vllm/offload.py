@@ -47,7 +47,7 @@ SIZES = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 """Fields of its parallel part that do: each worker has a part of a chunk."""
 
 
-def facts_of(config: Any, weights: str) -> dict[str, Any]:
+def _facts_of(config: Any, weights: str) -> dict[str, Any]:
     """Return all that vLLM tells of what the bytes of a chunk mean. config: vLLM's OffloadingConfig.
 
     vLLM 0.33 tells max_model_len, too, and 0.32 does not. It is a fact: LongRoPE has other keys beyond the length that
@@ -105,7 +105,7 @@ class PagedTier(SecondaryTierManager):
         if not isinstance(weights, str) or not weights:
             raise InvalidRequest("extra_config names no weights; add 'weights', such as the digest of the checkpoint")
         [made] = tiers_of([tier])
-        self._under = TierUnderChunks(primary_kv_view, made, facts_of(offloading_spec.config, weights))
+        self._under = TierUnderChunks(primary_kv_view, made, _facts_of(offloading_spec.config, weights))
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """Return whether the tier seems to have a chunk."""

@@ -24,7 +24,7 @@ FP8: Final = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 CACHE_DTYPES: Final = ("auto", "bfloat16", "float16", *FP8)
 
 
-def layer_of(
+def _layer_of(
     kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str, scales: tuple[float, float] = (1.0, 1.0)
 ) -> KVLayer:
     """Return K and V of a layer of vLLM as frames. Nothing is copied.
@@ -76,7 +76,7 @@ class Pages:
 
     def _bound(self, kv_cache: torch.Tensor, scales: tuple[float, float]) -> KVLayer:
         if self._layer is None or self._of is not kv_cache or self._scales != scales:
-            self._layer = layer_of(kv_cache, self._head_size, self._kv_cache_dtype, scales)
+            self._layer = _layer_of(kv_cache, self._head_size, self._kv_cache_dtype, scales)
             self._of, self._scales = kv_cache, scales
             self._calls.clear()
         version = _version(self._options["sinks"])

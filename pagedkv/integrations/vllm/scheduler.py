@@ -26,7 +26,7 @@ _LOCK: Final = threading.RLock()  # a connector may make managers of its own mea
 
 
 @contextmanager
-def paged_blocks(policy: str = "lru") -> Iterator[None]:
+def _paged_blocks(policy: str = "lru") -> Iterator[None]:
     """Let the managers that are made inside of this context have a PagedBlockPool. policy: see FramePool."""
     with _LOCK:
         stock = coordinator.BlockPool
@@ -40,7 +40,7 @@ def paged_blocks(policy: str = "lru") -> Iterator[None]:
 class _Paged:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         require_known_vllm("PagedScheduler", "--scheduler-cls")
-        with paged_blocks(policy_in(getattr(vllm_config, "additional_config", None))):
+        with _paged_blocks(policy_in(getattr(vllm_config, "additional_config", None))):
             super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         if not isinstance(pool, PagedBlockPool):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pagedkv.integrations.vllm import chunks
-from pagedkv.integrations.vllm.chunks import ChunkCopies, Ended, TierUnderChunks
+from pagedkv.integrations.vllm.chunks import ChunkCopies, TierUnderChunks
 from pagedkv.tiers import DiskTier, HostTier, Op, Result
 from pagedkv.tiers.slots import Move, SlotTier
 
@@ -30,7 +30,7 @@ class Primary:
         self.bytes = np.zeros((CHUNKS, SIZE), np.int8)
         self.under = TierUnderChunks(memoryview(self.bytes), tier, FACTS if facts is None else facts)
 
-    def job(self, op: Op, keys: Sequence[bytes], places: Sequence[int], number: int = 7) -> Ended:
+    def job(self, op: Op, keys: Sequence[bytes], places: Sequence[int], number: int = 7) -> chunks._Ended:
         self.under.begin(op, number, keys, places)
         assert self.under.num_pending <= 1
         self.under.drain()

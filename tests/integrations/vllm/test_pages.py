@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.pages import FP8, PagedMetadata, Pages, layer_of
+from pagedkv.integrations.vllm import pages as of_vllm
+from pagedkv.integrations.vllm.pages import FP8, PagedMetadata, Pages
 from tests.integrations.plain import attention
 
 BLOCKS, HEADS, KV_HEADS, SIZE, D = 12, 4, 2, 8, 16
@@ -110,7 +111,7 @@ def test_a_slot_below_zero_is_skipped_and_other_memory_is_bound_anew() -> None:
 def test_a_head_is_a_run_of_memory() -> None:
     """A connector splits a block by its heads."""
     cache = LAYOUTS["LBHNC"]()
-    layer = layer_of(cache, D, "auto")
+    layer = of_vllm._layer_of(cache, D, "auto")
     layer.k[3, :, 1] = 1.0
     layer.v[3, :, 1] = 2.0
     flat = cache[3].flatten()
@@ -140,7 +141,7 @@ def test_eight_bits_have_the_scales_of_vllm(name: str) -> None:
     value = torch.full((1, KV_HEADS, D), 3.0)
     for scale in (1.0, 0.5):
         pages.write(value, value, cache, torch.tensor([SIZE]), (scale, scale))
-        layer = layer_of(cache, D, name, (scale, scale))
+        layer = of_vllm._layer_of(cache, D, name, (scale, scale))
         assert layer.k[1, 0].float().unique().tolist() == [3.0 / scale]
         out = torch.zeros(1, HEADS, D)
         metadata = PagedMetadata.of(common(True, [1], [1]))
@@ -151,8 +152,8 @@ def test_eight_bits_have_the_scales_of_vllm(name: str) -> None:
 def test_caches_that_cannot_be_served_are_refused_in_words() -> None:
     cache = torch.zeros(BLOCKS, KV_HEADS, SIZE, 2 * D)
     with pytest.raises(InvalidRequest, match="no blocks in one piece"):
-        layer_of(torch.zeros(KV_HEADS, BLOCKS, SIZE, 2 * D).transpose(0, 1), D, "auto")
+        of_vllm._layer_of(torch.zeros(KV_HEADS, BLOCKS, SIZE, 2 * D).transpose(0, 1), D, "auto")
     with pytest.raises(InvalidRequest, match="no blocks in one piece"):
-        layer_of(cache, D + 1, "auto")
+        of_vllm._layer_of(cache, D + 1, "auto")
     with pytest.raises(InvalidRequest, match="nvfp4 are not served"):
-        layer_of(cache, D, "nvfp4")
+        of_vllm._layer_of(cache, D, "nvfp4")

@@ -26,9 +26,10 @@ from vllm.v1.request import Request
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import vllm as plugin
+from pagedkv.integrations.vllm import scheduler
 from pagedkv.integrations.vllm.block_pool import PagedBlockPool
 from pagedkv.integrations.vllm.offload import PagedOffloadingSpec
-from pagedkv.integrations.vllm.scheduler import PagedAsyncScheduler, PagedSyncScheduler, paged_blocks
+from pagedkv.integrations.vllm.scheduler import PagedAsyncScheduler, PagedSyncScheduler
 
 BLOCK = 16
 SIZES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -39,7 +40,7 @@ def manager_of(num_blocks: int, is_ours: bool, window: int | None = None) -> KVC
     if window:
         groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**SIZES, sliding_window=window)))
     config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-    with paged_blocks() if is_ours else nullcontext():
+    with scheduler._paged_blocks() if is_ours else nullcontext():
         return KVCacheManager(config, max_model_len=8192, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
 
 

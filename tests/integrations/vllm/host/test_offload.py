@@ -20,8 +20,9 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from pagedkv.integrations.vllm import offload
 from pagedkv.integrations.vllm.chunks import ChunkCopies
-from pagedkv.integrations.vllm.offload import CpuWorker, facts_of
+from pagedkv.integrations.vllm.offload import CpuWorker
 from tests.integrations.vllm.host.engines import generate, model_in, prompts
 
 JOB: dict[str, Any] = {"prompts": prompts(6, 2000), "rounds": 1}
@@ -89,17 +90,19 @@ def test_the_name_of_a_chunk_covers_what_decides_its_bytes_in_both_versions() ->
         enable_kv_cache_events=False, extra_config={}, engine_id="0", model=OffloadingModelConfig("phi", "float32"),
         cache=OffloadingCacheConfig(16, 1), parallel=parallel,
     )  # fmt: skip
-    plain = facts_of(config, "seed 0")
+    plain = offload._facts_of(config, "seed 0")
     elsewhere = replace(config, engine_id="1", extra_config={"tiers": []}, parallel=replace(parallel, rank=1))
-    assert facts_of(elsewhere, "seed 0") == plain
+    assert offload._facts_of(elsewhere, "seed 0") == plain
     others = [
         replace(config, worker_kv_bytes_per_block=8192),
         replace(config, parallel=replace(parallel, tp_size=2)),
         replace(config, model=ModelConfig33("phi", "float32", 4096)),
         replace(config, model=ModelConfig33("phi", "float32", 8192)),  # LongRoPE has other keys
     ]
-    names = [json.dumps(each, sort_keys=True) for each in (plain, *(facts_of(other, "seed 0") for other in others))]
-    assert len({*names, json.dumps(facts_of(config, "seed 1"), sort_keys=True)}) == 6
+    names = [
+        json.dumps(each, sort_keys=True) for each in (plain, *(offload._facts_of(other, "seed 0") for other in others))
+    ]
+    assert len({*names, json.dumps(offload._facts_of(config, "seed 1"), sort_keys=True)}) == 6
 
 
 @pytest.mark.parametrize("options", [{}, {"expedited": True}], ids=["0.32", "0.33"])
