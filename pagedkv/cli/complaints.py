@@ -10,11 +10,11 @@ MOST_WORDS: Final = 4000
 
 
 def complain(text: str) -> None:
-    """Print an error as one line on stderr: `pagedkv: error:` and `line(text)`."""
-    print("pagedkv: error:", line(text), file=sys.stderr, flush=True)
+    """Print an error as one line on stderr: `pagedkv: error:` and `_line(text)`."""
+    print("pagedkv: error:", _line(text), file=sys.stderr, flush=True)
 
 
-def line(text: str) -> str:
+def _line(text: str) -> str:
     """Return an error as one line: lines are joined, control characters are escaped, and a long text is cut."""
     first, *rest = [part.strip() for part in text.splitlines() if part.strip()] or [""]
     joined = " ".join([first, "; ".join(rest)]).strip()

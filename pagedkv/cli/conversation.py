@@ -43,7 +43,7 @@ DEMO_PAGE, _, DEMO_QUESTION = DEMO_PROMPT.rpartition("\n")
 """The system message of the bundled checkpoint, if the user gives none: it answers questions about records."""
 
 
-class CtrlC:
+class _CtrlC:
     """The handler of SIGINT during a conversation: an exception at the prompt, else a flag; the second time, as before.
 
     Numba's functions must not be interrupted, so no exception is raised in a step.
@@ -54,7 +54,7 @@ class CtrlC:
         self.is_at_prompt: bool = False
         self._before: Any = signal.SIG_DFL
 
-    def __enter__(self) -> CtrlC:
+    def __enter__(self) -> _CtrlC:
         self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
@@ -80,7 +80,7 @@ def hold(job: Job) -> int:
     engine = load(job.loading, job.screen)
     talk = _Conversation(engine, job)
     talk.begin()
-    with engine, CtrlC() as ctrl_c:
+    with engine, _CtrlC() as ctrl_c:
         while (line := _line(ctrl_c, job.screen)) is not None:
             if line == RESET:
                 talk.reset()
@@ -92,7 +92,7 @@ def hold(job: Job) -> int:
     return 0
 
 
-def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
+def _line(ctrl_c: _CtrlC, screen: Console) -> str | None:
     """Return the next line of the user, stripped; "" for one that was dropped, None at the end."""
     try:
         ctrl_c.is_at_prompt = True
@@ -138,7 +138,7 @@ class _Conversation:
         """Forget all messages but that of the system."""
         self._messages = [{"role": "system", "content": self._page}] if self._page else []
 
-    def turn(self, text: str, ctrl_c: CtrlC) -> None:
+    def turn(self, text: str, ctrl_c: _CtrlC) -> None:
         """Answer a message. If that fails, the history is as before."""
         asked = [*self._messages, {"role": "user", "content": text}]
         try:

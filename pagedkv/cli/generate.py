@@ -134,7 +134,7 @@ def _submitted(job: Job, printer: _SamplePrinter | None) -> tuple[list[_Entry], 
     for task in tasks:
         if not task.error:
             with task.guarded(many=many):
-                task.params = params_of(task.prompt, job.params)
+                task.params = _params_of(task.prompt, job.params)
     _require_one(tasks)
     engine = load(job.loading, job.screen)
     for task in tasks:
@@ -166,7 +166,7 @@ def load(loading: Loading, screen: Console, **more: Any) -> Engine:
         return Engine.load(loading.folder(), limits=Limits(**limits), **loading.of_engine(), **more)
 
 
-def params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
+def _params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
     """Return the options of the command line with those of the prompt's own line, which take precedence.
 
     Raises: InvalidRequest for an unknown or bad option

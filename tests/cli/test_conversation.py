@@ -238,7 +238,7 @@ def test_a_second_ctrl_c_in_one_step_ends_the_process(monkeypatch):
     ended = []
     with monkeypatch.context() as patch:
         patch.setattr(signal, "signal", lambda number, handler: lambda number, frame: ended.append(number))
-        with conversation.CtrlC() as ctrl_c:
+        with conversation._CtrlC() as ctrl_c:
             ctrl_c._handle(signal.SIGINT, None)
             assert (ctrl_c.came, ended) == (True, [])
             ctrl_c._handle(signal.SIGINT, None)

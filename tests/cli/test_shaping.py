@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagedkv.cli import shaping
-from pagedkv.cli.generate import params_of
+from pagedkv.cli import generate, shaping
 from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.engine.sampling.params import SamplingParams
@@ -107,9 +106,11 @@ def test_a_checkpoint_whose_tokens_have_no_bytes_is_refused_with_its_reason(comm
 
 def test_a_grammar_of_a_line_takes_the_place_of_that_of_the_command():
     of_command = SamplingParams(regex="[0-9]+", top_k=3)
-    params = params_of(SimpleNamespace(options={"choice": ("a", "b")}), of_command)
+    params = generate._params_of(SimpleNamespace(options={"choice": ("a", "b")}), of_command)
     assert (params.choice, params.regex, params.top_k) == (("a", "b"), None, 3)
-    assert params_of(SimpleNamespace(options={"top_k": 4}), of_command) == SamplingParams(regex="[0-9]+", top_k=4)
+    assert generate._params_of(SimpleNamespace(options={"top_k": 4}), of_command) == SamplingParams(
+        regex="[0-9]+", top_k=4
+    )
 
 
 # --- biases ---

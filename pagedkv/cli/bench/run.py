@@ -93,7 +93,7 @@ def host(name: str, turns: int | None, shapes: Sequence[str], shown: Shown, *, i
 
     turns: None for 5, or 2 of a quick run. more: further arguments of its `measure`.
     """
-    if why := why_not(name, is_quick=is_quick, shapes=shapes):
+    if why := _why_not(name, is_quick=is_quick, shapes=shapes):
         raise InvalidRequest(f"bench {name}: {why}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -108,7 +108,7 @@ def host(name: str, turns: int | None, shapes: Sequence[str], shown: Shown, *, i
     run(name, lambda report: runner.measure(asked, count, report, **more), shown)
 
 
-def why_not(name: str, *, is_quick: bool, shapes: Sequence[str] = ()) -> str:
+def _why_not(name: str, *, is_quick: bool, shapes: Sequence[str] = ()) -> str:
     """Return the reason why a benchmark cannot run here; "" if it can. The memory for chosen shapes is not known."""
     if name in INSTALL and find_spec(name) is None:
         return f"{name} is not installed; {INSTALL[name]}"
@@ -134,7 +134,7 @@ def every(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | No
     rows: list[Row] = []
     failed = 0
     for name in only or NAMES:
-        why = why_not(name, is_quick=is_quick)
+        why = _why_not(name, is_quick=is_quick)
         print(f"{name}: left out: {why}" if why else f"{name} ...", file=sys.stderr)
         if not why:
             size = ["--quick"] if is_quick else ["--full"] if name == "attention" else []  # its grid is an option
