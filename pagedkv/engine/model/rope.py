@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.model.workspace import Angles
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return the angle, in radians, by which each pair turns per position.
 
     Shapes: returns float32 [D / 2]
@@ -67,7 +67,7 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     return torch.lerp(plain, plain / rope.factor, ramp.clamp(0, 1))
 
 
-def attention_factor(rope: RopeConfig) -> float:
+def _attention_factor(rope: RopeConfig) -> float:
     """Return the factor of cos and sin. It is 1, except for yarn: there it keeps scores from getting flatter.
 
     YaRN: sqrt(1/t) = 0.1 ln(factor) + 1. DeepSeek weight the logarithm, and divide the value for mscale by the value
@@ -92,8 +92,8 @@ class Rotary:
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
-        self._factor = attention_factor(rope)
+        self._frequencies = _inverse_frequencies(rope, head_dim).to(device)
+        self._factor = _attention_factor(rope)
 
     def turned(self, x: Tensor, by: Tensor) -> Tensor:
         """Return heads that were turned by their positions, turned by some more positions; by fewer, if below 0.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.sampling.params import LogitsProcessor, SamplingParams
 
 
-class Counts:
+class _Counts:
     """The distinct tokens of one sequence, and how often each is in its output.
 
     num_prompt: the first tokens of the list, which are no output.
@@ -91,7 +91,7 @@ class LogitsRules:
         self._tokens = tokens
         self._num_prompt = num_prompt
         self._grammar = grammar
-        self._counts: Counts | None = None
+        self._counts: _Counts | None = None
         self._ends = torch.tensor(sorted(end for end in ends if end >= 0), dtype=torch.int64)
         self._allowed = None if params.allowed_ids is None else torch.tensor(params.allowed_ids, dtype=torch.int64)
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64)
@@ -133,7 +133,7 @@ class LogitsRules:
 
     def _penalise(self, z: Tensor) -> None:
         """Apply the penalties, in place."""
-        self._counts = self._counts or Counts(self._num_prompt, len(z))
+        self._counts = self._counts or _Counts(self._num_prompt, len(z))
         ids, times = (found.to(z.device) for found in self._counts.follow(self._tokens))
         p, seen = self._params, z[ids]
         seen = torch.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)

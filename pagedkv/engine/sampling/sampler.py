@@ -16,7 +16,7 @@ Each filter keeps a prefix of the tokens sorted by probability, always with the 
 token, on the CPU, from its own generator, and computes its row from its own logits. So its tokens depend on its seed
 and not on the other requests of the batch.
 
-`_filtered` is the definition, in float64, by a sort of the vocabulary; `probabilities` and GPUs use it. On a CPU
+`_filtered` is the definition, in float64, by a sort of the vocabulary; `_probabilities` and GPUs use it. On a CPU
 `sample` sorts only the tokens that top_k and top_p may keep. There sums over the vocabulary are of float32 weights.
 """
 
@@ -326,7 +326,7 @@ def _uniform(generator: torch.Generator) -> Tensor:
     return torch.rand(1, dtype=torch.float64, generator=generator)
 
 
-def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Return the distribution from which each row's next token is drawn; a greedy row has a single 1.
 
     Shapes: logits float32 [B, V]; returns float64 [B, V], each row with the sum 1

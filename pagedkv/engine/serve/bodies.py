@@ -174,7 +174,7 @@ class Asked(BaseModel, strict=True, allow_inf_nan=False, protected_namespaces=()
         return asked
 
 
-class StreamOptions(Asked):
+class _StreamOptions(Asked):
     """Options of a stream."""
 
     nothing: ClassVar[Values] = {
@@ -196,7 +196,7 @@ class Body(Asked):
     max_tokens: int | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     stop: (
         Annotated[
             Annotated[Stop, Tag(TEXT)] | Annotated[list[Stop], Field(max_length=16, fail_fast=True), Tag(LIST)],
@@ -281,7 +281,7 @@ class CompletionBody(Body):
         return prompts
 
 
-class TextPart(Asked):
+class _TextPart(Asked):
     """A part of a message; parts that are no text are refused by its type."""
 
     kind: ClassVar[str] = "text"
@@ -290,7 +290,7 @@ class TextPart(Asked):
     text: str
 
 
-class Message(Asked):
+class _Message(Asked):
     """A message of a chat. Other fields that say something are refused: a template would lose them in silence."""
 
     nothing: ClassVar[Values] = {"prefix": (False,)}
@@ -298,7 +298,7 @@ class Message(Asked):
     role: Annotated[str, Field(max_length=64)]
     content: (
         Annotated[
-            Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(LIST)],
+            Annotated[str, Tag(TEXT)] | Annotated[list[_TextPart], Field(fail_fast=True), Tag(LIST)],
             Discriminator(_form),
         ]
         | None
@@ -313,7 +313,7 @@ class Message(Asked):
         return {"role": self.role, "content": content or "", **named}
 
 
-class JsonSchema(Asked):
+class _JsonSchema(Asked):
     """The schema of a response_format. The text always follows it strictly, whatever its name is."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"name", "description", "strict"})
@@ -321,11 +321,11 @@ class JsonSchema(Asked):
     schema_: Annotated[dict[str, Any], AfterValidator(_check_schema), Field(alias="schema")]
 
 
-class ResponseFormat(Asked):
+class _ResponseFormat(Asked):
     """The form of the text: any text, a JSON object, or JSON that follows a schema."""
 
     type: Annotated[str, Field(pattern="^(text|json_object|json_schema)$")]
-    json_schema: JsonSchema | None = None
+    json_schema: _JsonSchema | None = None
 
 
 class ChatBody(Body):
@@ -338,11 +338,11 @@ class ChatBody(Body):
         "continue_final_message": (False,),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: _ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

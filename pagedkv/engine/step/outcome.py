@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.step.scheduler import Scheduler
 
 
-class Outcome(NamedTuple):
+class _Outcome(NamedTuple):
     """The result of a step's logits.
 
     families: a list for each sequence that draws; empty for a beam.
@@ -109,7 +109,7 @@ def outcome_of(
     *,
     speculation: Speculation | None,
     is_searching: bool,
-) -> Outcome:
+) -> _Outcome:
     """Return the outcome of a step.
 
     families: one for each chunk that is its sequence's last. is_searching: whether a chunk may belong to a beam
@@ -122,4 +122,4 @@ def outcome_of(
         families = [[] if family[0].completion.request.search else family for family in families]
     drawn = draw(families, own)
     more = {} if speculation is None else speculation.verify(chunks, families, drawn, logits)
-    return Outcome(families, drawn, more, turns)
+    return _Outcome(families, drawn, more, turns)

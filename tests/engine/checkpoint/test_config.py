@@ -11,7 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagedkv.engine.checkpoint.config import ModelConfig, RopeConfig
-from pagedkv.engine.model.rope import attention_factor, inverse_frequencies
+from pagedkv.engine.model import rope as rotary
 from pagedkv.errors import CheckpointError
 from tests.engine.conftest import LLAMA3, YARN
 
@@ -198,8 +198,8 @@ def test_rotary_frequencies_are_those_of_transformers(tmp_path: Path, name: str,
     config.save_pretrained(tmp_path)
     rope = ModelConfig.load(tmp_path).ropes[0]
 
-    torch.testing.assert_close(inverse_frequencies(rope, head_dim), frequencies, rtol=1e-6, atol=0)
-    assert attention_factor(rope) == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(rotary._inverse_frequencies(rope, head_dim), frequencies, rtol=1e-6, atol=0)
+    assert rotary._attention_factor(rope) == pytest.approx(factor, rel=1e-12)
 
 
 def test_a_config_saved_by_transformers_reads_as_its_old_style(checkpoint: Any) -> None:
@@ -288,8 +288,8 @@ def test_two_fields_of_a_rope_are_read_as_in_transformers_or_refused(
         theirs = ropes_of_transformers(tmp_path, {"full_attention", *layers.get("layer_types", ())})
         for layer, rope in zip(layers.get("layer_types", ["full_attention"]), config.ropes, strict=False):
             frequencies, factor = theirs[layer]
-            torch.testing.assert_close(inverse_frequencies(rope, 32), frequencies.float(), rtol=1e-5, atol=0)
-            assert attention_factor(rope) == pytest.approx(factor)
+            torch.testing.assert_close(rotary._inverse_frequencies(rope, 32), frequencies.float(), rtol=1e-5, atol=0)
+            assert rotary._attention_factor(rope) == pytest.approx(factor)
 
 
 def test_parameters_by_type_take_a_scaling_that_says_the_same() -> None:

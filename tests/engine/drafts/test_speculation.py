@@ -17,8 +17,9 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.engine.drafts.draft_model import DraftModel
 from pagedkv.engine.drafts.prompt_lookup import PromptLookup
 from pagedkv.engine.requests.limits import Limits
+from pagedkv.engine.sampling import sampler
 from pagedkv.engine.sampling.params import SamplingParams
-from pagedkv.engine.sampling.sampler import SamplingRow, probabilities
+from pagedkv.engine.sampling.sampler import SamplingRow
 from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import InvalidRequest
 from tests.engine.conftest import VOCAB, Paging, prompt_of
@@ -126,11 +127,11 @@ def test_sampled_tokens_have_the_distribution_of_the_model(checkpoint: Callable[
 
     paging = Paging(checkpoint("llama").decoder(), block_size=16, num_frames=60, num_sequences=21)
     prompt = prompt_of(9)
-    first = probabilities(paging.step({0: prompt})[-1:], [SamplingRow(params, params.generator())])[0]
+    first = sampler._probabilities(paging.step({0: prompt})[-1:], [SamplingRow(params, params.generator())])[0]
     second = torch.zeros(VOCAB, dtype=torch.float64)  # of the second token, whatever the first one is
     for n, token in enumerate(first.nonzero().flatten().tolist()):
         row = SamplingRow(params, params.generator())
-        second += first[token] * probabilities(paging.step({1 + n: [*prompt, token]})[-1:], [row])[0]
+        second += first[token] * sampler._probabilities(paging.step({1 + n: [*prompt, token]})[-1:], [row])[0]
     likely = second.topk(6).indices.tolist()
 
     engine, counts = build(checkpoint("llama"), num_frames=3000, drafter=Chance()), Counter[int]()

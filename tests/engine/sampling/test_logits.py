@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies
 from transformers.generation import logits_process
 
 from pagedkv.engine.drafts.prompt_lookup import PromptLookup
-from pagedkv.engine.sampling.logits import Counts, LogitsRules
+from pagedkv.engine.sampling import logits as logit_rules
+from pagedkv.engine.sampling.logits import LogitsRules
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.sampling.sampler import SamplingRow, sample
 from pagedkv.errors import InvalidRequest
@@ -110,7 +111,7 @@ def test_each_token_is_counted_once() -> None:
             return super().__getitem__(at)
 
     tokens = Watched([3] * 50)
-    counts = Counts(num_prompt=40, vocab_size=V)
+    counts = logit_rules._Counts(num_prompt=40, vocab_size=V)
     for _ in range(20):
         found, times = counts.follow(tokens)
         assert (found.tolist(), times.tolist()) == ([3], [len(tokens) - 40])

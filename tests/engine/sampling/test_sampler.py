@@ -12,7 +12,7 @@ from transformers.generation import logits_process
 from pagedkv.engine.sampling import sampler
 from pagedkv.engine.sampling.logits import LogitsRules
 from pagedkv.engine.sampling.params import SamplingParams
-from pagedkv.engine.sampling.sampler import SamplingRow, probabilities, sample
+from pagedkv.engine.sampling.sampler import SamplingRow, sample
 from pagedkv.errors import InvalidRequest
 
 V = 50
@@ -68,7 +68,7 @@ def as_transformers(logits: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
 def test_filters_keep_what_those_of_transformers_keep(options: dict[str, Any]) -> None:
     for seed in range(20):
         logits = logits_of(1, seed)
-        want, got = as_transformers(logits.clone(), options), probabilities(logits, [row(HISTORY, **options)])
+        want, got = as_transformers(logits.clone(), options), sampler._probabilities(logits, [row(HISTORY, **options)])
         assert torch.equal(got > 0, want > 0)
         torch.testing.assert_close(got.float(), want, rtol=0, atol=TOLERANCE["probability"])
 
@@ -82,14 +82,14 @@ def test_greedy_takes_the_largest_even_after_a_penalty() -> None:
 
 def test_tied_logits_at_the_kth_place_all_stay() -> None:
     logits = torch.zeros(1, V)
-    assert (probabilities(logits, [row(temperature=1.0, top_k=3)]) > 0).all()
+    assert (sampler._probabilities(logits, [row(temperature=1.0, top_k=3)]) > 0).all()
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_tokens_are_drawn_as_often_as_their_probability_says(options: dict[str, Any]) -> None:
     draws, logits = 4000, logits_of(1, seed=5)
     source = row(HISTORY, seed=11, **options)
-    p = probabilities(logits, [source])[0]
+    p = sampler._probabilities(logits, [source])[0]
     counts = sample(logits.expand(draws, -1), [source] * draws).tokens.bincount(minlength=V)
     assert counts[p == 0].sum() == 0
     # Bernstein's bound. Its second term is for tokens so rare that one draw is many standard deviations.
@@ -112,7 +112,7 @@ def test_a_draw_is_that_of_the_sorted_definition(
             logits[:, 1::2] = -torch.inf
         source = row(history, **options)
         uniform = torch.rand(1, dtype=torch.float64)
-        running = probabilities(logits, [source])[0].cumsum(0)
+        running = sampler._probabilities(logits, [source])[0].cumsum(0)
         wanted = int(torch.searchsorted(running, uniform * running[-1], right=True))
         monkeypatch.setattr(sampler, "_uniform", lambda _, u=uniform: u)
         assert int(sample(logits, [source]).tokens) == wanted, (seed, uniform)
@@ -165,7 +165,7 @@ def test_the_extreme_draws_land_on_tokens_that_were_kept(
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([uniform], dtype=torch.float64))
     for seed in range(50):
         logits = logits_of(1, seed)
-        allowed = probabilities(logits, [row(temperature=1.0, top_k=3)])[0].nonzero().flatten().tolist()
+        allowed = sampler._probabilities(logits, [row(temperature=1.0, top_k=3)])[0].nonzero().flatten().tolist()
         assert int(sample(logits, [row(temperature=1.0, top_k=3)]).tokens) == allowed[place]
 
 
@@ -192,7 +192,7 @@ def test_a_penalty_that_overflows_is_an_error_and_not_a_token() -> None:
     assert tokens.tolist() == [-1]
     assert errors[0].startswith("penalties or the logits processor made a logit NaN or +inf")
     with pytest.raises(InvalidRequest, match="row 0: the logits processor raised ZeroDivisionError"):
-        probabilities(logits, [row(logits_processor=lambda *_: 1 // 0)])
+        sampler._probabilities(logits, [row(logits_processor=lambda *_: 1 // 0)])
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-40, 1e-310, 5e-324])

@@ -41,28 +41,28 @@ Place = Callable[[dict[str, Any]], tuple[type[Body], dict[str, Any], str]]
 PLACES: dict[tuple[type[Asked], str], Place] = {
     (CompletionBody, "body"): lambda fields: (CompletionBody, {"prompt": "a", "n": 2, **fields}, ""),
     (ChatBody, "body"): lambda fields: (ChatBody, {**chat("b"), "n": 2, **fields}, ""),
-    (bodies.Message, "message"): lambda fields: (ChatBody, chat("b", **fields), "messages.1."),
-    (bodies.TextPart, "part"): lambda fields: (
+    (bodies._Message, "message"): lambda fields: (ChatBody, chat("b", **fields), "messages.1."),
+    (bodies._TextPart, "part"): lambda fields: (
         ChatBody,
         chat([{"type": "text", "text": "b"}, {"type": "text", "text": "", **fields}]),
         "messages.1.content.1.",
     ),
-    (bodies.StreamOptions, "completion"): lambda fields: (
+    (bodies._StreamOptions, "completion"): lambda fields: (
         CompletionBody,
         {"prompt": "a", "stream": True, "stream_options": {"include_usage": True, **fields}},
         "stream_options.",
     ),
-    (bodies.StreamOptions, "chat"): lambda fields: (
+    (bodies._StreamOptions, "chat"): lambda fields: (
         ChatBody,
         {**chat("b"), "stream": True, "stream_options": {"include_usage": True, **fields}},
         "stream_options.",
     ),
-    (bodies.ResponseFormat, "form"): lambda fields: (
+    (bodies._ResponseFormat, "form"): lambda fields: (
         ChatBody,
         {**chat("b"), "response_format": {**schema(), **fields}},
         "response_format.",
     ),
-    (bodies.JsonSchema, "schema"): lambda fields: (
+    (bodies._JsonSchema, "schema"): lambda fields: (
         ChatBody,
         {**chat("b"), "response_format": schema(**fields)},
         "response_format.json_schema.",

@@ -18,8 +18,8 @@ from pagedkv.engine.checkpoint.tokenizer import TextStream
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.requests.request import Completion
 from pagedkv.engine.sampling.params import SamplingParams
+from pagedkv.engine.step import outcome
 from pagedkv.engine.step.engine import Engine
-from pagedkv.engine.step.outcome import Outcome
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from tests.engine.conftest import prompt_of
 from tests.engine.step.test_engine import build, idle, outputs
@@ -351,7 +351,7 @@ def test_a_listener_hears_each_piece_once_although_steps_are_interrupted(
     heard: dict[int, list[str]] = {}
     got = submitted(engine, on_text=lambda completion, text: heard.setdefault(id(completion), []).append(text))
     monkeypatch.setattr(engine.meter, "measure", after(engine.meter.measure, dice))
-    monkeypatch.setattr(Outcome, "deliver", after(Outcome.deliver, dice))
+    monkeypatch.setattr(outcome._Outcome, "deliver", after(outcome._Outcome.deliver, dice))
     while engine.has_work:
         with contextlib.suppress(KeyboardInterrupt):
             engine.step()
