@@ -48,7 +48,7 @@ def _observers() -> tuple[Any, ...]:
 OBSERVERS: Final = _observers()
 
 
-def register_torch(*, by_table: bool = True) -> None:
+def _register_torch(*, by_table: bool = True) -> None:
     """Register torch's type of tensors and its functions with the extension.
 
     by_table: read tensors through DLPack's C functions where torch has them.
@@ -64,7 +64,7 @@ _CONTRACT: Final = (
 )
 
 if _cpu is not None:
-    register_torch()
+    _register_torch()
     for _operation, _rules in enumerate(_CONTRACT):
         _cpu.set_contract(_operation, _rules)
 

@@ -79,9 +79,9 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["table", "attributes"])
 def reader(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run with tensors described by DLPack's table, where torch has it, and by their attributes."""
-    cpu.register_torch(by_table=request.param == "table")
+    cpu._register_torch(by_table=request.param == "table")
     yield
-    cpu.register_torch()
+    cpu._register_torch()
 
 
 class Names(TorchDispatchMode):

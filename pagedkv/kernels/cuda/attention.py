@@ -185,7 +185,7 @@ class AttentionLauncher:
             self._launches.clear()
         fixed: tuple[Any, ...] = (self._layer.k, self._layer.v, *self._scales, *self._options)
         call = AttentionCall(*fixed, *arguments)
-        launches = self._launches[key] = launches_of(call, self._machine)
+        launches = self._launches[key] = _launches_of(call, self._machine)
         return launches
 
 
@@ -195,7 +195,7 @@ def attend(call: AttentionCall, machine: Machine) -> None:
     AttentionLauncher(layer, options, machine)(*arguments)
 
 
-def launches_of(call: AttentionCall, machine: Machine) -> tuple[_Launch, ...]:
+def _launches_of(call: AttentionCall, machine: Machine) -> tuple[_Launch, ...]:
     """Return the launches that serve calls like this one.
 
     Raises InvalidRequest if rows are not aligned, or shared memory is too small.

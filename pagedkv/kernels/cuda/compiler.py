@@ -41,7 +41,7 @@ _HOMES: Final = (Path(__file__).parents[1] / "cuda_sources", Path(__file__).pare
 """The folders of the sources: in a wheel, and in a checkout."""
 
 
-class Compiled(NamedTuple):
+class _Compiled(NamedTuple):
     """A cubin and the log of its compiler (registers, spills)."""
 
     cubin: bytes
@@ -49,7 +49,7 @@ class Compiled(NamedTuple):
 
 
 @cache
-def sources() -> Mapping[str, str]:
+def _sources() -> Mapping[str, str]:
     """Return the sources of csrc/cuda, by file name."""
     home = next(path for path in _HOMES if path.is_dir())
     return {path.name: path.read_text() for path in sorted(home.iterdir()) if path.suffix in (".cuh", ".h")}
@@ -64,7 +64,7 @@ def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, i
             arch,
             OPTIONS,
             version,
-            sorted(sources().items()),
+            sorted(_sources().items()),
         )
     )
     return f"{kernel}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
@@ -78,14 +78,14 @@ def _nearest(arch: str, supported: Iterable[str]) -> str:
     return f"sm_{max(older)}" if older else arch
 
 
-def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled:
+def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> _Compiled:
     """Compile `kernel`.cuh with -D `macros` for an architecture such as "sm_90". It needs NVRTC, but no GPU.
 
     Raises: NVRTCError, with the compiler's log.
     """
     from cupy.cuda import nvrtc
 
-    texts = sources()
+    texts = _sources()
     options = [f"-arch={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
     headers = [name for name in texts if name != f"{kernel}.cuh"]
     program = nvrtc.createProgram(
@@ -97,7 +97,7 @@ def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled
     try:
         nvrtc.compileProgram(program, options)
         cubin = nvrtc.getCUBIN(program) + b"\0"  # CuPy treats it as a string and drops the last byte, a 0
-        return Compiled(cubin, nvrtc.getProgramLog(program).rstrip("\0"))
+        return _Compiled(cubin, nvrtc.getProgramLog(program).rstrip("\0"))
     except nvrtc.NVRTCError as why:
         why.add_note(nvrtc.getProgramLog(program))
         raise

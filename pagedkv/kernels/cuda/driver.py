@@ -1,7 +1,7 @@
 """One GPU: the kernels loaded in this process, the memory that outlives a launch, and the launch itself.
 
 The file calls CUDA through two interfaces, where the tests put recorders: `_Cuda`, six functions of cupy.cuda.driver,
-and `TorchDevice`, functions of torch, of the runtime and of streams.py. No launch has an attribute and no kernel forms
+and `_TorchDevice`, functions of torch, of the runtime and of streams.py. No launch has an attribute and no kernel forms
 a cluster, so cuda.core is not needed. This file knows no attention.
 
     a launch       allocates only torch's memory of the current stream. It neither waits nor reads the device back, so a
@@ -58,7 +58,7 @@ class _Cuda(Protocol):
     def launchKernel(self, function: int, *arguments: int) -> None: ...
 
 
-class TorchDevice:
+class _TorchDevice:
     """A device as torch and the CUDA runtime see it: architecture, sizes, current stream, memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -152,7 +152,7 @@ class _Kept:
     inspect the graph's pool and would report what stays there as a leak.
     """
 
-    def __init__(self, device: TorchDevice) -> None:
+    def __init__(self, device: _TorchDevice) -> None:
         self._device, self._left, self._free = device, 0, torch.empty(0, dtype=torch.int64)
         self._sets: dict[tuple[tuple[int, int], int], Tensor] = {}
         self._lock = threading.Lock()
@@ -193,7 +193,7 @@ class _Kept:
 class Driver:
     """The `Machine` (attention.py) that launches on a GPU."""
 
-    def __init__(self, device: TorchDevice, cuda: _Cuda) -> None:
+    def __init__(self, device: _TorchDevice, cuda: _Cuda) -> None:
         self.num_sms: int = device.num_sms
         self.shared_per_block: int = device.shared_per_block
         self.shared_per_sm: int = device.shared_per_sm
@@ -261,7 +261,7 @@ class Driver:
 def _driver_at(index: int) -> Driver:
     from cupy.cuda import driver as cupy_driver
 
-    return Driver(TorchDevice(torch.device("cuda", index)), cast("_Cuda", cupy_driver))
+    return Driver(_TorchDevice(torch.device("cuda", index)), cast("_Cuda", cupy_driver))
 
 
 def driver_of(device: torch.device) -> Driver:

@@ -24,7 +24,7 @@ def beside_captures() -> Iterator[None]:
     all threads, as torch does. Raises: CUDADriverError."""
     from cupy.cuda import driver
 
-    mode, exchange = ctypes.c_int(RELAXED), library().cuThreadExchangeStreamCaptureMode
+    mode, exchange = ctypes.c_int(RELAXED), _library().cuThreadExchangeStreamCaptureMode
     driver.check_status(exchange(ctypes.byref(mode)))
     try:
         yield
@@ -37,7 +37,7 @@ def capture_of(stream: int) -> int:
     from cupy.cuda import driver
 
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    ask = library().cuStreamGetCaptureInfo
+    ask = _library().cuStreamGetCaptureInfo
     driver.check_status(ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)))
     return number.value
 
@@ -49,7 +49,7 @@ def number_of(stream: int) -> int:
     """
     from cupy.cuda import driver
 
-    ask = getattr(library(), "cuStreamGetId", None)
+    ask = getattr(_library(), "cuStreamGetId", None)
     if ask is None:
         return stream
     number = ctypes.c_uint64()
@@ -58,6 +58,6 @@ def number_of(stream: int) -> int:
 
 
 @cache
-def library() -> ctypes.CDLL:
+def _library() -> ctypes.CDLL:
     """Return the driver's library, which CuPy has loaded already."""
     return ctypes.CDLL("libcuda.so.1")

@@ -70,7 +70,7 @@ def objections(case: Case) -> list[str]:
     return found
 
 
-class Present(NamedTuple):
+class _Present(NamedTuple):
     """The page table of each sequence without holes, its tokens that are there, 0, and whether it is doubtful.
 
     Shapes: table int32 [B, P], entries past the last page hold anything; lens, zeros, doubtful int32 [B]
@@ -100,7 +100,7 @@ def _on_host(call: AttentionCall) -> bool:
     return call.q.device.type == "cpu"
 
 
-def _present(call: AttentionCall, prefix: int | None = None) -> Present:
+def _present(call: AttentionCall, prefix: int | None = None) -> _Present:
     """Return what is there of each sequence.
 
     prefix: how many tokens must be there before the new ones, which must begin at token b * max_seqlen_q; any other
@@ -108,7 +108,7 @@ def _present(call: AttentionCall, prefix: int | None = None) -> Present:
     """
     if not _on_host(call):
         table, (lens, zeros, doubtful) = _triton("backend").present(call, prefix)
-        return Present(table, lens, zeros, doubtful)
+        return _Present(table, lens, zeros, doubtful)
     B, S = call.seq_lens.shape[0], call.k.shape[1]
     new = call.cu_seqlens_q.diff()
     total = torch.where(new > 0, call.seq_lens, 0).unsqueeze(1)
@@ -125,10 +125,10 @@ def _present(call: AttentionCall, prefix: int | None = None) -> Present:
     if prefix is not None:
         begin = torch.arange(B, dtype=torch.int32) * call.max_seqlen_q
         doubtful |= (call.cu_seqlens_q[:B] != begin) | (lens - new != prefix)
-    return Present(table.gather(1, order), lens, torch.zeros_like(lens), doubtful.int())
+    return _Present(table.gather(1, order), lens, torch.zeros_like(lens), doubtful.int())
 
 
-def _store(call: AttentionCall, states: list[AttentionState], found: Present) -> None:
+def _store(call: AttentionCall, states: list[AttentionState], found: _Present) -> None:
     """Store the state over the keys of one or two states, 0 and -inf for a sequence without keys.
 
     Modifies: call.out, call.lse; found.doubtful, where a result is NaN or one of two states is not finite
@@ -160,7 +160,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return (parts[0] + parts[1]).to(outs[0].dtype), lse
 
 
-def _gathered(call: AttentionCall, found: Present) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(call: AttentionCall, found: _Present) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys and values of all sequences [N, K, D], packed, and int32 [B + 1]: where each sequence begins."""
     source = GatherSource(*call[:4], found.table, None, found.lens, found.zeros)
     starts, narrow = _triton("backend").starts_of(found.lens) if not _on_host(call) else (source.starts(),) * 2
@@ -170,7 +170,7 @@ def _gathered(call: AttentionCall, found: Present) -> tuple[Tensor, Tensor, Tens
     return k, v, narrow
 
 
-def _on_gpu(call: AttentionCall) -> tuple[Present, list[AttentionState]]:
+def _on_gpu(call: AttentionCall) -> tuple[_Present, list[AttentionState]]:
     """Return what is there of each sequence, and the states of its new tokens. Rows past the last sequence hold
     anything."""
     products = products_of(call)
@@ -196,7 +196,7 @@ def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> Attenti
     return AttentionState(out.unsqueeze(0), lse.t().unsqueeze(0))
 
 
-def _on_cpu(call: AttentionCall) -> tuple[Present, list[AttentionState]]:
+def _on_cpu(call: AttentionCall) -> tuple[_Present, list[AttentionState]]:
     """Compute as `_on_gpu` does, one sequence after another."""
     found = _present(call)
     k, v, starts = _gathered(call, found)

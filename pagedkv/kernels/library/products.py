@@ -46,7 +46,7 @@ class AttentionState(NamedTuple):
     lse: Tensor
 
 
-class Products(NamedTuple):
+class _Products(NamedTuple):
     """The operands of cuDNN for one call.
 
     prefix: keys before the new tokens of each sequence, by the bounds
@@ -70,7 +70,7 @@ class Products(NamedTuple):
 
     def unmasked(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the operands of the product without a mask."""
-        rows = (self.prefix - self.before, rounded_up(self.M))
+        rows = (self.prefix - self.before, _rounded_up(self.M))
         return _operands(self.queries, self.k, self.v, rows, (0, self.before))
 
     def states(self, scale: float) -> list[AttentionState]:
@@ -82,21 +82,21 @@ class Products(NamedTuple):
         return states
 
 
-def products_of(call: AttentionCall) -> Products | None:
+def products_of(call: AttentionCall) -> _Products | None:
     """Return the operands of cuDNN for `call`, with k and v not filled yet; None if cuDNN does not serve it."""
     (T, H, D), B, K = call.q.shape, call.seq_lens.shape[0], call.k.shape[2]
     M, prefix = call.max_seqlen_q, call.max_seqlen_k - call.max_seqlen_q
     # the bound of many sequences does not say that all have as many keys, unless each has as many as new tokens
     if T != B * M or prefix < 0 or (prefix and B > 1):
         return None
-    before = rounded_down(prefix) if prefix >= LEAST_PREFIX else 0
+    before = _rounded_down(prefix) if prefix >= LEAST_PREFIX else 0
     offset = prefix - before
-    side = rounded_up(offset + M)
-    rows = max(side, offset + rounded_up(M)) if before else side
+    side = _rounded_up(offset + M)
+    rows = max(side, offset + _rounded_up(M)) if before else side
     is_copied = rows != M or not _is_aligned(call.q)
     queries = call.q.new_empty(B, rows, H, D) if is_copied else call.q.view(B, M, H, D)
     k, v = (call.q.new_empty(B, before + side, K, D) for _ in range(2))
-    products = Products(prefix, before, M, side, queries, k, v)
+    products = _Products(prefix, before, M, side, queries, k, v)
     if not _cudnn_serves(*products.square(), True) or (before and not _cudnn_serves(*products.unmasked(), False)):
         return None
     if is_copied:
@@ -109,12 +109,12 @@ def _is_aligned(x: Tensor) -> bool:
     return not any(number * x.element_size() % 16 for number in (x.storage_offset(), *x.stride()[:-1]))
 
 
-def rounded_up(n: int) -> int:
+def _rounded_up(n: int) -> int:
     """Return the least multiple of the step of `n` that is not less."""
     return -(-n // _step(n)) * _step(n)
 
 
-def rounded_down(n: int) -> int:
+def _rounded_down(n: int) -> int:
     """Return the largest multiple of the step of `n` that is not more."""
     return n // _step(n) * _step(n)
 

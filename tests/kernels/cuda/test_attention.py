@@ -112,7 +112,7 @@ def has_several_wide_teams(kernel: Any) -> bool:
 def test_one_team_of_several_warps_is_as_accurate(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """racecheck runs such kernels, see docs/explanation/cuda-kernels.md."""
     machine = Emulator()
-    launches = attention.launches_of(call_of(case.build()), machine)
+    launches = attention._launches_of(call_of(case.build()), machine)
     assert any(has_several_wide_teams(launch.kernel) for launch in launches)
     monkeypatch.setattr(attention, "specialise", attention.specialise)  # the code's own, after the test
     by_hand.use_one_team()

@@ -86,7 +86,7 @@ def kernel_of(wish: Wish, arch: str, page_runs: int = 2) -> AttentionSpecialisat
 
 
 @cache
-def compiled(kernel: Specialisation, arch: str) -> compiler.Compiled:
+def compiled(kernel: Specialisation, arch: str) -> compiler._Compiled:
     return compiler.compile_cubin(kernel.name, kernel.macros, arch)
 
 
@@ -108,7 +108,7 @@ REST = [(wish, arch) for wish in VARIANTS for arch in ARCHITECTURES if (wish, ar
 def test_an_unmarked_function_is_compiled_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the option NVRTC takes an unmarked function, and 13.0 a generic lambda, for a host function."""
     plain = 'int one() { return 1; }\nextern "C" __global__ void bare(int* to) { *to = one(); }\n'
-    monkeypatch.setattr(compiler, "sources", lambda: {"bare.cuh": plain})
+    monkeypatch.setattr(compiler, "_sources", lambda: {"bare.cuh": plain})
     assert compiler.compile_cubin("bare", {}, "sm_90").cubin.startswith(b"\x7fELF")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv.kernels.cuda import compiler
-from pagedkv.kernels.cuda.compiler import Compiled, cubin_for, key
+from pagedkv.kernels.cuda.compiler import cubin_for, key
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 MACROS = {"Q_KIND": 0, "HEAD_DIM_V": 64}
@@ -26,9 +26,9 @@ class Recorder:
         monkeypatch.setattr(nvrtc, "getVersion", lambda: self.version)
         monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: self.archs)
 
-    def compile(self, kernel: str, macros: dict[str, int], arch: str) -> Compiled:
+    def compile(self, kernel: str, macros: dict[str, int], arch: str) -> compiler._Compiled:
         self.calls.append((kernel, arch))
-        return Compiled(f"{kernel} {arch} {sorted(macros.items())}".encode() * 100, "")
+        return compiler._Compiled(f"{kernel} {arch} {sorted(macros.items())}".encode() * 100, "")
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def test_every_change_of_the_code_changes_the_name(recorder: Recorder, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "-G"))
         names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
-    texts = dict(compiler.sources())
+    texts = dict(compiler._sources())
     for name in texts:  # included files count too
         with monkeypatch.context() as patch:
-            patch.setattr(compiler, "sources", lambda name=name: texts | {name: texts[name] + " "})
+            patch.setattr(compiler, "_sources", lambda name=name: texts | {name: texts[name] + " "})
             names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
     assert len(names) == 6 + len(texts)
 

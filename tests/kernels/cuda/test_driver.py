@@ -18,8 +18,9 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import attention, compiler, streams
+from pagedkv.kernels.cuda import driver as cuda_driver
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
-from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, TorchDevice
+from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver
 from pagedkv.kernels.cuda.moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
 from pagedkv.kernels.cuda.specialisation import CopySpecialisation
 from tests.cases import Case, call_of
@@ -278,7 +279,7 @@ def test_tickets_are_kept_where_ctas_share_units_and_the_last_one_merges(
 ) -> None:
     recorder = Recorder(monkeypatch)
     built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
-    (launch,) = attention.launches_of(call_of(built), recorder.driver)
+    (launch,) = attention._launches_of(call_of(built), recorder.driver)
     assert (launch.words > attention.RECORD_WORDS * launch.blocks) == some
 
 
@@ -288,19 +289,19 @@ def test_layers_of_a_step_are_launches_of_one_kind_and_steps_of_other_options_ar
     recorder, case = Recorder(monkeypatch), Case(dtype="bfloat16")
 
     def kind(**changes: Any) -> int:
-        return attention.launches_of(call_of(replace(case, **changes).build()), recorder.driver)[0].kind
+        return attention._launches_of(call_of(replace(case, **changes).build()), recorder.driver)[0].kind
 
     assert kind() == kind(q_lens=(1, 1), kv_lens=(40, 40)) == kind(block_size=32)
     assert len({kind(), kind(window=16), kind(split_tokens=16), kind(heads=(4, 4)), kind(mask="all")}) == 5
 
 
-def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
+def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> cuda_driver._TorchDevice:
     """Return the `TorchDevice` of a device that this machine does not have."""
     from cupy.cuda import runtime
 
     monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, device: 1000 * device + attribute)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    return TorchDevice(torch.device("cuda", index))
+    return cuda_driver._TorchDevice(torch.device("cuda", index))
 
 
 @pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
@@ -310,7 +311,7 @@ def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_
     from cupy.cuda import driver
 
     library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
-    monkeypatch.setattr(streams, "library", lambda: library)
+    monkeypatch.setattr(streams, "_library", lambda: library)
     captured = {0x5000: False, 0x6000: True}
     device = torch_of(3, monkeypatch)
     monkeypatch.setattr(device, "is_capturing", lambda stream: captured.get(stream, False))
@@ -324,7 +325,7 @@ def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_
     streams.number_of(0x7000)
     streams.capture_of(0x7000)
     assert raised == [400, 400], "the driver's status must be checked"
-    monkeypatch.setattr(streams, "library", lambda: object())  # a driver before 12.0
+    monkeypatch.setattr(streams, "_library", lambda: object())  # a driver before 12.0
     assert streams.number_of(0x5000) == 0x5000
 
 
@@ -379,8 +380,8 @@ def test_the_device_compiler_lays_params_out_as_python_packs_them(monkeypatch: p
     except (RuntimeError, OSError, ImportError) as why:
         pytest.skip(f"no NVRTC library here: {why}")
     checks = [line for line in offsets() if offers_offsets or "offsetof" not in line]
-    texts = dict(compiler.sources()) | {"probe.cuh": PROBE.format(checks="\n".join(checks))}
-    monkeypatch.setattr(compiler, "sources", lambda: texts)
+    texts = dict(compiler._sources()) | {"probe.cuh": PROBE.format(checks="\n".join(checks))}
+    monkeypatch.setattr(compiler, "_sources", lambda: texts)
     assert compiler.compile_cubin("probe", {}, "sm_90").cubin[:4] == b"\x7fELF"
 
 
@@ -410,7 +411,7 @@ def test_memory_is_allocated_in_a_capture_mode_that_is_restored(monkeypatch: pyt
     from cupy.cuda import driver
 
     library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
-    monkeypatch.setattr(streams, "library", lambda: library)
+    monkeypatch.setattr(streams, "_library", lambda: library)
     raised: list[int] = []
     monkeypatch.setattr(driver, "check_status", raised.append)
     mode = ctypes.c_int.in_dll(library, "mode")

@@ -127,7 +127,7 @@ def test_a_captured_decode_is_one_kernel_and_nothing_else(
     with torch.cuda.graph(graph):
         for call in (lambda: None, lambda: write_kv(new, new, layer, batch, backend=backend), step):
             call()
-            captured.append(nodes(torch.cuda.current_stream().cuda_stream, streams.library()))
+            captured.append(nodes(torch.cuda.current_stream().cuda_stream, streams._library()))
     before, written, both = captured
     assert written == [*before, KERNEL_NODE]
     assert both == [*written, *[KERNEL_NODE] * (1 + launches)]

@@ -12,8 +12,8 @@ from pagedkv import KernelUnavailable
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import AttentionCall
-from pagedkv.kernels.cuda import backend
-from pagedkv.kernels.cuda.attention import RECORD_WORDS, launches_of
+from pagedkv.kernels.cuda import attention, backend
+from pagedkv.kernels.cuda.attention import RECORD_WORDS
 from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, KeyLayout, specialise
 from tests.cases import Case, call_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator
@@ -189,7 +189,7 @@ def late_launches_are_right(
     """Return whether launches of these numbers give what the first one gives, and find what the one before left."""
     machine.attend(call)
     expected, right = (call.out.clone(), call.lse.clone()), True
-    sizes = {launch.kind: RECORD_WORDS * launch.blocks for launch in launches_of(call, machine)}
+    sizes = {launch.kind: RECORD_WORDS * launch.blocks for launch in attention._launches_of(call, machine)}
     counts = [machine.sets[kind][:size].view(-1, RECORD_WORDS)[:, 1] for kind, size in sizes.items()]
     assert all((count == 1).all() for count in counts), "each CTA has counted one launch"
     for number in numbers:

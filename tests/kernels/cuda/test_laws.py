@@ -230,8 +230,8 @@ def test_chunks_with_too_many_partial_states_are_folded_by_one_cta_to_the_same_b
     assert few.memory[-2].numel() < many.memory[-2].numel(), "partial states; the memory that is kept comes after them"
     monkeypatch.undo()
     longest = call._replace(max_seqlen_k=1 << 20, split_tokens=1)
-    assert sum(4 * launch.floats for launch in attention.launches_of(longest, few)) <= attention.MOST_PARTIALS
-    launch = attention.launches_of(longest, few)[0]
+    assert sum(4 * launch.floats for launch in attention._launches_of(longest, few)) <= attention.MOST_PARTIALS
+    launch = attention._launches_of(longest, few)[0]
     assert launch.words == attention.RECORD_WORDS * launch.blocks, "no CTA shares a unit, so there are no tickets"
 
 

@@ -130,7 +130,7 @@ def test_states_are_stored_as_torch_stores_them(
     results = []
     for store in (backend._store, lambda call, states, found: triton_backend.store_states(call, states, *found[1::2])):
         call.out.fill_(7), call.lse.fill_(7)
-        found = backend.Present(lens, lens, lens, torch.tensor([0, 0, 5, 0, 0], dtype=torch.int32))
+        found = backend._Present(lens, lens, lens, torch.tensor([0, 0, 5, 0, 0], dtype=torch.int32))
         store(call, states, found)
         results.append((call.out.clone(), call.lse.clone(), found.doubtful))
     (out, lse, doubtful), (by_kernel, lse_by_kernel, doubtful_by_kernel) = results
@@ -155,7 +155,7 @@ def test_a_state_that_is_not_finite_marks_its_sequence_even_with_a_weight_of_0(w
     states[weak][0][0, [20, 58, 60], 3, 5] = number  # of sequences 0 and 4, and of padding
     lens = torch.tensor([150, 40, 9, 20, 0], dtype=torch.int32)
     for store in (backend._store, lambda call, states, found: triton_backend.store_states(call, states, *found[1::2])):
-        found = backend.Present(lens, lens, lens, torch.zeros(5, dtype=torch.int32))
+        found = backend._Present(lens, lens, lens, torch.zeros(5, dtype=torch.int32))
         store(call, states, found)
         assert found.doubtful.tolist() == [1, 0, 0, 0, 0]
         assert call.out[:59].isfinite().all()

@@ -141,7 +141,7 @@ def test_the_strides_of_cudnns_operands_do_not_depend_on_the_length_of_the_seque
     """torch makes one plan for each shape and stride."""
     seen = set()
     for offset in range(0, 112, 16):
-        found = products.Products(
+        found = products._Products(
             2048 + offset, 2048, 400, 512, torch.zeros(1, 512 + offset, 4, 8), *torch.zeros(2, 1, 2560 + offset, 2, 8)
         )
         seen.add(str([(x.shape, x.stride()) for x in (*found.square(), *found.unmasked())]))
@@ -149,12 +149,12 @@ def test_the_strides_of_cudnns_operands_do_not_depend_on_the_length_of_the_seque
 
 
 def test_lengths_are_rounded_to_sixteen_values_of_each_power_of_two() -> None:
-    ups = {products.rounded_up(n) for n in range(4096, 8192)}
-    downs = {products.rounded_down(n) for n in range(4096, 8192)}
+    ups = {products._rounded_up(n) for n in range(4096, 8192)}
+    downs = {products._rounded_down(n) for n in range(4096, 8192)}
     assert len(ups) == 17
     assert len(downs) == 16
-    assert all(n <= products.rounded_up(n) < n + n // 16 + 128 for n in range(1, 10_000))
-    assert all(n - n // 16 - 128 < products.rounded_down(n) <= n for n in range(1, 10_000))
+    assert all(n <= products._rounded_up(n) < n + n // 16 + 128 for n in range(1, 10_000))
+    assert all(n - n // 16 - 128 < products._rounded_down(n) <= n for n in range(1, 10_000))
 
 
 # --- the code for a GPU on the CPU ------------------------------------------------------------------------------------
