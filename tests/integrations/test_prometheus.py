@@ -146,7 +146,7 @@ def test_a_scrape_of_an_engine_shows_what_stats_says(engine: Engine) -> None:
 def test_every_figure_of_an_engine_is_shown() -> None:
     tables = (*prometheus.ENGINE_GAUGES.values(), *prometheus.ENGINE_COUNTERS.values())
     assert {field for field, _ in tables} == {field.name for field in fields(EngineStats)} - {"finished", "latency"}
-    assert {field for field, _ in prometheus.ENGINE_TIMES.values()} == {field.name for field in fields(meter._Times)}
+    assert {field for field, _ in prometheus.ENGINE_TIMES.values()} == {field.name for field in fields(meter.Times)}
 
 
 def test_distributions_of_an_engine_have_rising_buckets_up_to_their_count(engine: Engine) -> None:

@@ -25,7 +25,7 @@ MEASURED: Final = 8
 
 
 @dataclass
-class _Times:
+class Times:
     """The distribution of each latency, in seconds.
 
     step:           a step that computed tokens
@@ -58,7 +58,7 @@ class EngineStats:
     output_tokens:   tokens of completions
     drafts:          computed drafts. drafts_accepted: drafts that equalled the drawn token
     finished:        completions by finish_reason
-    latency:         percentiles in seconds, by the names of `_Times`
+    latency:         percentiles in seconds, by the names of `Times`
     """
 
     running: int
@@ -93,7 +93,7 @@ class Meter:
     computed_tokens: int = 0
     output_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
-    times: _Times = field(default_factory=_Times)
+    times: Times = field(default_factory=Times)
 
     @property
     def waste(self) -> float:
