@@ -55,7 +55,7 @@ def _sources() -> Mapping[str, str]:
     return {path.name: path.read_text() for path in sorted(home.iterdir()) if path.suffix in (".cuh", ".h")}
 
 
-def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, int]) -> str:
+def _key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, int]) -> str:
     """Return the name of a cubin; equal code has equal names. version: of NVRTC."""
     text = repr(
         (
@@ -113,7 +113,7 @@ def cubin_for(kernel: str, macros: Mapping[str, int], arch: str) -> bytes:
     from cupy.cuda import nvrtc
 
     arch = _nearest(arch, (f"sm_{n}" for n in nvrtc.getSupportedArchs()))  # NVRTC may be older than the GPU
-    file = debug.cache_folder() / "cubins" / f"{key(kernel, macros, arch, nvrtc.getVersion())}.cubin"
+    file = debug.cache_folder() / "cubins" / f"{_key(kernel, macros, arch, nvrtc.getVersion())}.cubin"
     found = _read(file)
     if found is None:
         found = compile_cubin(kernel, macros, arch).cubin

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv.kernels.cuda import compiler
-from pagedkv.kernels.cuda.compiler import cubin_for, key
+from pagedkv.kernels.cuda.compiler import cubin_for
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 MACROS = {"Q_KIND": 0, "HEAD_DIM_V": 64}
@@ -50,23 +50,23 @@ def test_a_compiled_kernel_is_found_again(recorder: Recorder, folder: Path) -> N
 
 
 def test_every_change_of_the_code_changes_the_name(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {key("merge_states", MACROS, "sm_90", (13, 0))}
+    names = {compiler._key("merge_states", MACROS, "sm_90", (13, 0))}
     names |= {
-        key("write_kv", MACROS, "sm_90", (13, 0)),
-        key("merge_states", MACROS | {"HEAD_DIM_V": 80}, "sm_90", (13, 0)),
+        compiler._key("write_kv", MACROS, "sm_90", (13, 0)),
+        compiler._key("merge_states", MACROS | {"HEAD_DIM_V": 80}, "sm_90", (13, 0)),
     }
     names |= {
-        key("merge_states", MACROS, "sm_80", (13, 0)),
-        key("merge_states", MACROS, "sm_90", (13, 1)),
+        compiler._key("merge_states", MACROS, "sm_80", (13, 0)),
+        compiler._key("merge_states", MACROS, "sm_90", (13, 1)),
     }
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "-G"))
-        names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
+        names.add(compiler._key("merge_states", MACROS, "sm_90", (13, 0)))
     texts = dict(compiler._sources())
     for name in texts:  # included files count too
         with monkeypatch.context() as patch:
             patch.setattr(compiler, "_sources", lambda name=name: texts | {name: texts[name] + " "})
-            names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
+            names.add(compiler._key("merge_states", MACROS, "sm_90", (13, 0)))
     assert len(names) == 6 + len(texts)
 
 
