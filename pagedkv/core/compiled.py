@@ -30,7 +30,7 @@ MACHINE_CODE: Final = MachineCode(Path(__file__).parent, numba.config)
 Result = TypeVar("Result")
 
 
-class Compiler(Protocol):
+class _Compiler(Protocol):
     """The type of numba's decorators. Arguments are not checked: numba takes an np.int64 for an int."""
 
     def __call__(self, function: Callable[..., Result], /) -> Callable[..., Result]:
@@ -62,7 +62,7 @@ def _widest(kind: Any) -> Any:
     return types.int64 if isinstance(plain, types.Integer) and plain.bitwidth < 64 else plain
 
 
-def _inner(**options: Any) -> Compiler:
+def _inner(**options: Any) -> _Compiler:
     def decorate(function: Any) -> Any:
         if numba.config.DISABLE_JIT:
             return function
@@ -73,16 +73,16 @@ def _inner(**options: Any) -> Compiler:
 
 _NO_ENTRIES: Final[dict[str, Any]] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-compiled: Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS, no_cfunc_wrapper=True)
+compiled: _Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS, no_cfunc_wrapper=True)
 """Decorator of functions that Python calls, and that allocate nothing."""
 
-inner: Compiler = _inner()
+inner: _Compiler = _inner()
 """Decorator of functions that compiled functions call."""
 
-inlined: Compiler = _inner(forceinline=True)
+inlined: _Compiler = _inner(forceinline=True)
 """Decorator of inner functions that run for each frame or space: a call passes 80 words of `State` on the stack."""
 
-allocating: Compiler = MACHINE_CODE.keep(numba.njit, error_model="numpy", no_cfunc_wrapper=True)
+allocating: _Compiler = MACHINE_CODE.keep(numba.njit, error_model="numpy", no_cfunc_wrapper=True)
 """Decorator of functions that Python calls, and that make arrays."""
 
 

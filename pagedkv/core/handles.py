@@ -2,7 +2,7 @@
 
 A handle names a row of the page table by number and generation, so a stale handle is refused at the call that uses it
 (I8). An AddressSpace holds no figures of its own: it asks the manager that opened it, through the few methods of
-`Manager`. This file must not know tables, rules, or what happens to a handle that is dropped (recovery.py).
+`_Manager`. This file must not know tables, rules, or what happens to a handle that is dropped (recovery.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagedkv.core.pool.free_runs import runs_in
 from pagedkv.core.state import HEAD, I32, I64, NUM_COPIES, OUTSTANDING, PARTLY, STATUS
 
 
-class Manager(Protocol):
+class _Manager(Protocol):
     """The methods of MemoryManager that an AddressSpace calls."""
 
     def is_stale(self, space: AddressSpace) -> bool:
@@ -55,11 +55,11 @@ class AddressSpace:
     """
 
     __slots__ = ("__weakref__", "asid", "generation", "manager")
-    manager: Manager
+    manager: _Manager
     asid: int
     generation: int
 
-    def __init__(self, manager: Manager, asid: int, generation: int) -> None:
+    def __init__(self, manager: _Manager, asid: int, generation: int) -> None:
         self.manager, self.asid, self.generation = manager, asid, generation
 
     def __len__(self) -> int:
@@ -260,9 +260,9 @@ class Plan(Step):
     live_table: I32
     number: int
 
-    def __init__(self, manager: Manager, step: Step) -> None:
+    def __init__(self, manager: _Manager, step: Step) -> None:
         super().__init__(step.rows, step.counts, step.num_tokens, step.num_groups, (step.longs, step.ints))
-        self.manager: Manager = manager
+        self.manager: _Manager = manager
 
     @property
     def block_table(self) -> I32:

@@ -693,7 +693,7 @@ class MemoryManager(ThreadGuard):
             f"{now.free} free, {now.mapped} mapped, {now.cached} cached; {now.spaces} spaces)"
         )
 
-    # -- the methods that handles call (handles.Manager) ---------------------------------------------------------------
+    # -- the methods that handles call (handles._Manager) --------------------------------------------------------------
 
     def is_stale(self, space: AddressSpace) -> bool:
         """Return True if `space` was released (I8). Raises: InvalidRequest unless it is a space of this manager."""

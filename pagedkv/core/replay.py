@@ -47,7 +47,7 @@ _NEVER: Final = 2**62
 
 
 @dataclass(frozen=True)
-class Replayed:
+class _Replayed:
     """The result of one policy in one pool; rates are shares of 1."""
 
     policy: str
@@ -137,7 +137,7 @@ def _for_blocks(policy: str | Policy) -> Policy:
     return Cost(max(1, found.scale // BLOCK_TOKENS)) if isinstance(found, Cost) else found
 
 
-def _run(policy: str | Policy, size: int, requests: Sequence[I32], pool: tuple[int, int]) -> Replayed:
+def _run(policy: str | Policy, size: int, requests: Sequence[I32], pool: tuple[int, int]) -> _Replayed:
     """Run one policy. pool: the frames of the pool, and of the tier below."""
     evictions, (frames, below), loaded = None, pool, 0
     if isinstance(policy, str):
@@ -149,7 +149,7 @@ def _run(policy: str | Policy, size: int, requests: Sequence[I32], pool: tuple[i
         evictions, loaded = mm.stats().evictions, tier.loaded if tier else 0
     matched, blocks = np.array(hits), np.array([len(ids) for ids in requests])
     late = len(requests) // 2
-    return Replayed(
+    return _Replayed(
         policy=name,
         num_frames=size,
         hit_rate=_share(matched, blocks),

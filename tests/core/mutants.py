@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         "a page has the salts of the prompt that it was computed for: they are not compared",
         "prefix/index.py",
-        "            and salt_of(s.salts, frame) == salt\n",
+        "            and _salt_of(s.salts, frame) == salt\n",
         "",
         "prefix/test_salts.py",
     ),
@@ -89,8 +89,8 @@ FAULTS = (
     Fault(
         "as many positions behind a window stay as the caller says: none",
         "tables/layer_groups.py",
-        "    return first_visible_page(s, group, length - s.groups[group, _KEEP])\n",
-        "    return first_visible_page(s, group, length)\n",
+        "    return _first_visible_page(s, group, length - s.groups[group, _KEEP])\n",
+        "    return _first_visible_page(s, group, length)\n",
         GROUPS,
     ),
     Fault(
@@ -285,7 +285,7 @@ FAULTS = (
     Fault(
         "no query sees a page that was given back: a sequence is truncated to where it would",
         "tables/layer_groups.py",
-        "                if s.table[asid + group, page] == HOLE and is_visible(s, group, page, length):\n",
+        "                if s.table[asid + group, page] == HOLE and _is_visible(s, group, page, length):\n",
         "                if False:\n",
         GROUPS,
     ),

@@ -169,7 +169,7 @@ def _check_prefix_hashes(s: State, found: I64, seeds: dict[int, int]) -> None:
     salts = st.page_salts(s)[found]
     before ^= np.where(salts > 0, s.roots[salts - 1, st.SALT_SEED].view(np.uint32), 0).astype(np.uint64)
     group = s.frames["published"][found].astype(np.uint64) - np.uint64(1)
-    prefix_hashes = hashed(int(s.reg[st.KEY]), before, s.tokens[found])
+    prefix_hashes = _hashed(int(s.reg[st.KEY]), before, s.tokens[found])
     prefix_hashes = np.where(group > 0, before ^ (group * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)), prefix_hashes)
     broken = (prefix_hashes != s.frames["prefix_hash"][found]) & (has_parent | (parents < 0))
     forbid(
@@ -179,7 +179,7 @@ def _check_prefix_hashes(s: State, found: I64, seeds: dict[int, int]) -> None:
     )
 
 
-def hashed(key: int, before: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _hashed(key: int, before: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return uint64 [n]: the prefix hash of each page.
 
     Shapes: before uint64 [n], the prefix hash of the page before; tokens int32 [n, S], the tokens of the page.

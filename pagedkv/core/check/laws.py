@@ -1,8 +1,8 @@
 """The invariants I1-I9, executable: plain numpy, which shares no code with the compiled functions that it checks.
 
 Level 1 checks the counters, level 2 every frame, level 3 every page, list link and index entry. Each failure names its
-law and its place. index.py checks the prefix index, eviction.py the order of eviction, accounts.py the tenants. A test
-corrupts every field of every array and demands that a check sees it, or says why the field may have any value.
+law and its place. index.py checks the prefix index. A test corrupts every field of every array and demands that a check
+sees it, or says why the field may have any value.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import numpy as np
 
 from pagedkv.core import state as st
 from pagedkv.core.arguments import whole
-from pagedkv.core.check.accounts import check_accounts
-from pagedkv.core.check.eviction import check_pins, check_policy
 from pagedkv.core.check.index import check_index
 from pagedkv.core.check.requirements import forbid, require
 from pagedkv.core.handles import Step
@@ -39,24 +37,42 @@ class Expected(NamedTuple):
 def check_state(s: State, level: int, expected: Expected) -> None:
     """Raise InvariantViolation at the first broken law. O(frames + pages) at level 3."""
     level = whole(level, "level of check (1: counters, 2: frames, 3: everything)", 1, 4)
-    check_counters(s)
+    _check_counters(s)
     windows = s.groups[:, [0, 1, 4]].tolist()
     wanted = [[group.window or 0, group.sinks, group.keep] for group in expected.groups]
     require(windows == wanted, "I9", f"window, sinks and keep of the groups are {windows} instead of {wanted}")
     if level >= 2:
-        check_frames(s)
+        _check_frames(s)
     if level >= 3:
         _check_spaces(s)
         _check_plans(s, expected.plans)
-        check_accounts(s)
+        _check_accounts(s)
         _check_pin_rows(s)
-        order = check_lists(s)
-        check_order(s, order)
-        check_policy(s, expected.policy)
+        order = _check_lists(s)
+        _check_order(s, order)
+        _check_policy(s, expected.policy)
         check_index(s, expected.seeds)
 
 
-def check_counters(s: State) -> None:
+def check_frame_pool(s: State, level: int, policy: Policy, *, twins: bool) -> None:
+    """Raise InvariantViolation at the first broken law. O(frames) at level 2 and 3.
+
+    I2 is the caller's: its page tables hold the references. twins: whether two frames may have one key.
+    """
+    level = whole(level, "level of check (1: counters, 2: frames, 3: everything)", 1, 4)
+    _check_counters(s)
+    if level >= 2:
+        _check_frames(s, unnamed=True)
+    if level >= 3:
+        _check_unused(s)
+        _check_fences(s)
+        _check_accounts(s)
+        _check_order(s, _check_lists(s))
+        _check_policy(s, policy)
+        check_index(s, {0: 0}, twins=twins)
+
+
+def _check_counters(s: State) -> None:
     """Check the scalars against one another."""
     free, cached, retired = (int(s.reg[i]) for i in (st.NUM_FREE, st.NUM_CACHED, st.NUM_RETIRED))
     mapped = len(s.frames) - free - cached - retired
@@ -99,7 +115,7 @@ _COUNTS = {
 }
 
 
-def check_frames(s: State, *, unnamed: bool = False) -> None:
+def _check_frames(s: State, *, unnamed: bool = False) -> None:
     """Check each frame's own record, the counters of its status, and the free runs.
 
     unnamed: whether a frame may be cached that is not published.
@@ -242,7 +258,7 @@ def _check_plans(s: State, plans: Collection[Step]) -> None:
         f"the stamp of a row is a plan after the newest one, {s.reg[st.TICK]}",
         place="space",
     )
-    check_pins(s, [plan.splits for plan in plans])
+    _check_pins(s, [plan.splits for plan in plans])
     _check_rows(s, planned)
 
 
@@ -293,7 +309,7 @@ def _check_rows(s: State, planned: I64) -> None:
     )
 
 
-def check_lists(s: State) -> list[list[int]]:
+def _check_lists(s: State) -> list[list[int]]:
     """Check the links of the lists, and return their frames: those of account 0, the fenced one, other accounts."""
     lists: list[list[int]] = []
     accounts = [block[: 4 * st.NUM_LISTS].reshape(-1, 4) for block in st.account_registers(s.reg)]
@@ -377,7 +393,7 @@ def _check_pin_rows(s: State) -> None:
     )
 
 
-def check_order(s: State, lists: list[list[int]]) -> None:
+def _check_order(s: State, lists: list[list[int]]) -> None:
     """Check that each cached page is evicted before its prefix, by one of the three conditions of pool/eviction.py.
 
     A prefix that is mapped cannot be evicted yet and needs none of them. If group 0 has a window, an earlier page of
@@ -407,3 +423,175 @@ def check_order(s: State, lists: list[list[int]]) -> None:
                 f"frame {frame} would be evicted after frame {parent}, which holds the page before it",
                 frame=frame,
             )
+
+
+def _check_unused(s: State) -> None:
+    """Check that the arrays of page tables, which a frame pool does not use, are as they were made."""
+    used = int((s.spaces["status"] != st.UNUSED).sum())
+    require(not used and (s.table == st.HOLE).all(), "I5", f"{used} rows of page tables are used in a frame pool")
+    parents = s.frames["parent"][(s.frames["published"] != 0) | (s.frames["status"] == st.CACHED)]
+    require(
+        (parents == -2).all(),
+        "I4",
+        "a named or cached frame has a parent; in a frame pool each is a first page of root 0",
+    )
+
+
+def _check_fences(s: State) -> None:
+    """Check that a frame is pinned once if it is fenced, and not at all otherwise."""
+    forbid(
+        s.frames["pins"] != (s.frames["place"] == st.AMONG_FENCED), "I7", "a frame has a pin exactly if it is fenced"
+    )
+    require(s.reg[st.PINNED] == 0, "I7", f"the counter says {s.reg[st.PINNED]} pins, but a frame pool makes none")
+
+
+_SHARES = (
+    ("evictions", st.EVICTED, st.EVICTIONS),
+    ("asked", st.ASKED_BY, st.ASKED),
+    ("matched", st.MATCHED_BY, st.MATCHED),
+)
+
+
+def _check_accounts(s: State) -> None:
+    """Check the figures of each account against a recount, their sums against the pool's, and the limits. O(frames)."""
+    rest = (len(s.reg) - st.NUM_REGISTERS) % st.ACCOUNT
+    require(rest == 0, "I1", f"the last {rest} registers belong to no account; each account has {st.ACCOUNT}")
+    blocks = st.account_registers(s.reg)
+    owner, num_accounts = s.frames["account"], max(1, len(blocks))
+    forbid(owner >= num_accounts, "I1", f"a frame is charged to an account beyond the last one, {num_accounts - 1}")
+    forbid(
+        (s.roots[:, st.CHARGED] < 0) | (s.roots[:, st.CHARGED] >= num_accounts),
+        "I1",
+        f"a root is charged to an account that is not one of 0 to {num_accounts - 1}",
+        place="root",
+    )
+    if not len(blocks):
+        return
+    evictable = (s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)
+    for name, register, frames in (
+        ("used", st.USED, s.frames["status"] != st.FREE),
+        ("evictable", st.EVICTABLE, evictable),
+    ):
+        counted = np.bincount(owner[frames], minlength=len(blocks))
+        forbid(
+            counted != blocks[:, register],
+            "I1",
+            f"the registers count {blocks[:8, register].tolist()} {name} frames for the accounts from 0 on, "
+            f"but the frames themselves give {counted[:8].tolist()}",
+            place="account",
+        )
+    for name, part, sum_of in _SHARES:
+        total = int(blocks[:, part].sum())
+        require(total == s.reg[sum_of], "I1", f"{name}: the accounts add up to {total}, the pool says {s.reg[sum_of]}")
+    protected = int(blocks[:, st.PROTECTED].sum())
+    require(protected <= len(s.frames), "I1", f"quotas protect {protected} frames, but the pool has {len(s.frames)}")
+    # the row of group 0 has the status of the whole space
+    opened = np.repeat(s.spaces["status"][:: len(s.groups)] == st.OPEN, len(s.groups))
+    for asid in np.flatnonzero(opened):
+        pages = s.table[asid, : s.spaces["num_pages"][asid]]
+        foreign = pages[(pages >= 0) & (owner[pages] != s.roots[s.spaces["root"][asid], st.CHARGED])]
+        require(
+            not len(foreign),
+            "I1",
+            f"space {asid} maps frames {foreign[:4].tolist()}, each of which is charged to another account",
+        )
+
+
+_CYCLE = 2**31  # clocks are kept modulo this
+
+
+def _check_policy(s: State, policy: Policy) -> None:
+    """Check that the registers describe `policy`, and each listed frame its rank and its arrival. O(listed frames)."""
+    bonuses, lists = policy.bonuses(), st.list_registers(s.reg)
+    expected = [policy.rule, policy.inflation, policy.scale, st.NORMAL + len(bonuses)]
+    actual = [int(s.reg[i]) for i in (st.RULE, st.INFLATION, st.SCALE, st.USED_LISTS)]
+    require(
+        actual == expected,
+        "I9",
+        f"the registers say rule, inflation, scale and number of lists are {actual}, "
+        f"but policy {policy.name} has {expected}",
+    )
+    expected = [0] * st.NORMAL + bonuses + [0] * (len(lists) - st.NORMAL - len(bonuses))
+    actual = lists[:, 3].tolist()
+    require(
+        actual == expected, "I9", f"the bonuses of the lists are {actual}, but policy {policy.name} gives {expected}"
+    )
+    now = int(s.reg[st.CLOCK] if policy.inflation else s.reg[st.TICK])
+    accounts = [block[: 4 * st.NUM_LISTS : 4].tolist() for block in st.account_registers(s.reg)]
+    for number, oldest in [*enumerate(lists[:, 0].tolist()), *(one for ends in accounts for one in enumerate(ends))]:
+        if oldest != st.NIL:
+            require(
+                number < st.NORMAL + len(bonuses) or number == st.FENCED,
+                "I9",
+                f"list {number} holds frames, but policy {policy.name} uses {st.NORMAL + len(bonuses)} lists",
+            )
+            _check_list(s, number, oldest, int(s.reg[st.EPOCH]) if number == st.FENCED else now)
+
+
+def _check_list(s: State, number: int, frame: int, now: int) -> None:
+    """Check the list that begins at `frame`: arrivals in order and none after `now`, ranks and floors.
+
+    An evictable frame is on the list of its rank, or on that of its successors if theirs is higher.
+    """
+    before = int(s.frames["entered"][frame])
+    while frame != st.NIL:
+        record = s.frames[frame]
+        entered = int(record.entered)
+        require(
+            (entered - before) % _CYCLE <= _CYCLE // 2,
+            "I9",
+            f"frame {frame} entered list {number} at {entered}, but the frame ahead of it at {before}, which is later",
+            frame=frame,
+        )
+        require(
+            (now - entered) % _CYCLE <= _CYCLE // 2,
+            "I9",
+            f"frame {frame} entered list {number} at {entered}, but the clock of the list is only at {now}",
+            frame=frame,
+        )
+        if number != st.FENCED:
+            ranked = record.rank <= number <= max(int(record.rank), int(record.floor) - 1)
+            require(
+                ranked,
+                "I9",
+                f"frame {frame} is on list {number}, but its rank is {record.rank} and its floor {record.floor}",
+                frame=frame,
+            )
+        require(
+            record.status != st.CACHED or record.rank < st.BEHIND_WINDOW or s.groups[0, 0] > 0,
+            "I9",
+            f"frame {frame} has rank {record.rank}, as a page behind a window of group 0, which has none",
+            frame=frame,
+        )
+        parent = int(record.parent)
+        if record.status == st.CACHED and parent >= 0 and record.rank < st.BEHIND_WINDOW:
+            floor = int(s.frames["floor"][parent])
+            require(
+                floor > record.rank,
+                "I9",
+                f"frame {parent} has floor {floor}, which must be above rank {record.rank} of its successor {frame}",
+                frame=parent,
+            )
+        before, frame = entered, int(record.newer)
+
+
+def _check_pins(s: State, splits: list[np.ndarray]) -> None:
+    """Check the pins of each frame. splits: the copies of each outstanding plan (int32 [C, 4], Step.splits).
+
+    A frame is pinned once by each copy that reads it or a page after it, and once by a fence.
+    """
+    expected = (s.frames["place"] == st.AMONG_FENCED).astype(np.int64)
+    for source, chained in (copy for rows in splits for copy in rows[:, [0, 3]].tolist()):
+        expected[source] += 1
+        parent = int(s.frames["parent"][source])
+        while chained and parent >= 0:
+            expected[parent] += 1
+            parent = int(s.frames["parent"][parent])
+    broken = np.flatnonzero(expected != s.frames["pins"])
+    first = int(broken[0]) if len(broken) else 0
+    require(
+        not len(broken),
+        "I7",
+        f"frame {first} has {s.frames['pins'][first]} pins, but copies and fences account for {expected[first]}",
+        frame=first,
+    )

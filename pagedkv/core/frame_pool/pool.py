@@ -4,6 +4,9 @@ The engine holds the page tables, and counts on the pool for the rest: which fra
 a key finds, and which frame is evicted next. The compiled functions are those of MemoryManager (pool/, prefix/), called
 in batches (batches.py). This file must not know spaces, plans, tokens or tensors.
 
+The compiled functions have one form for each argument: numba would compile them anew for a read-only array, or one with
+gaps. An array that has the form is passed on as it is, without a copy.
+
 Each change of the pool is one compiled call, in which neither a signal handler nor another thread runs. So the methods
 that an engine calls for each step take no part in the guard of threads: they look whether a guarded method runs.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import get_ident
-from typing import NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,20 +24,25 @@ from pagedkv import debug
 from pagedkv.core import state as st
 from pagedkv.core import tenants
 from pagedkv.core.arguments import flag, tenant_name, whole
-from pagedkv.core.check.frame_pool import check_frame_pool
+from pagedkv.core.check.laws import check_frame_pool
 from pagedkv.core.frame_pool import batches
 from pagedkv.core.frame_pool.packed import pack
-from pagedkv.core.frame_pool.rows import Frames, Keys, frame_numbers, key_row, token_positions
 from pagedkv.core.observe.stats import PoolStats, gather_pool, usages_of
 from pagedkv.core.policies import Policy, chosen, install
 from pagedkv.core.pool import epochs
-from pagedkv.core.state import I32, I64
+from pagedkv.core.state import I32, I64, U8
 from pagedkv.core.tables import steps
 from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_rows
 from pagedkv.core.tables.step_errors import refuse_plan
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
+
+Frames = int | Sequence[int] | npt.NDArray[np.integer]
+Keys = Sequence[bytes] | npt.NDArray[Any]
+
+_INT32: Final = np.dtype(np.int32)
+_UINT8: Final = np.dtype(np.uint8)
 
 
 class FramePool(ThreadGuard):
@@ -138,7 +146,7 @@ class FramePool(ThreadGuard):
         """
         if self._calls or self._owner:
             self._enter("share")
-        row = frame_numbers(frames)
+        row = _frame_numbers(frames)
         at = batches.share(self._held[1], row)
         if at != batches.ALL:
             self._refuse(row, at, "share", "is free; take it, or share a frame that has references or a key")
@@ -164,11 +172,11 @@ class FramePool(ThreadGuard):
         if type(frames) is int and positions is None and -1 <= frames < self.num_frames:
             at, row = batches.drop_one(self._held[1], frames, keep), None
         else:
-            row = frame_numbers(frames)
-            places = _NO_POSITIONS if positions is None else token_positions(positions, len(row))
+            row = _frame_numbers(frames)
+            places = _NO_POSITIONS if positions is None else _token_positions(positions, len(row))
             at = batches.drop(self._held[1], row, keep, places)
         if at != batches.ALL:
-            row = frame_numbers(frames) if row is None else row
+            row = _frame_numbers(frames) if row is None else row
             self._refuse(row, at, "drop", "has no such reference; drop each reference once")
         if self._proves:
             self.check()
@@ -185,7 +193,7 @@ class FramePool(ThreadGuard):
         Raises:  InvalidRequest if a frame has fewer references. Nothing was changed then.
         """
         self._enter("recover")
-        counts = frame_numbers(references)
+        counts = _frame_numbers(references)
         if len(counts) != self.num_frames:
             raise InvalidRequest(
                 f"recover got the references of {len(counts)} frames; give one number for each of {self.num_frames}"
@@ -212,7 +220,7 @@ class FramePool(ThreadGuard):
         """
         if self._calls or self._owner:
             self._enter("publish")
-        row, named = frame_numbers(frames), key_row(keys, self.key_bytes)
+        row, named = _frame_numbers(frames), _key_row(keys, self.key_bytes)
         if len(row) != len(keys):
             raise InvalidRequest(f"publish got {len(row)} frames and {len(keys)} keys; give one key for each frame")
         held = np.empty(len(row), np.int32)
@@ -227,7 +235,7 @@ class FramePool(ThreadGuard):
         """Take the keys of `frames` away. A frame without references is free then. Frames without a key stay as is."""
         if self._calls or self._owner:
             self._enter("unpublish")
-        row = frame_numbers(frames)
+        row = _frame_numbers(frames)
         at = batches.unpublish(self._held[1], row)
         if at != batches.ALL:
             self._refuse(row, at, "unpublish", "")
@@ -241,14 +249,14 @@ class FramePool(ThreadGuard):
         """
         if self._calls or self._owner:
             self._enter("find")
-        row = key_row(keys, self.key_bytes)
+        row = _key_row(keys, self.key_bytes)
         found = np.empty(len(keys), np.int32)
         batches.find(self._held[1], row, found)
         return found
 
     def names(self, frames: Frames) -> list[bytes | None]:
         """Return the key of each of `frames`, or None."""
-        row = frame_numbers(frames)
+        row = _frame_numbers(frames)
         beyond = np.flatnonzero((row < 0) | (row >= self.num_frames))
         if len(beyond):
             self._refuse(row, int(beyond[0]), "names", "")
@@ -365,7 +373,7 @@ class FramePool(ThreadGuard):
         return self._accounts.get(tenant_name(tenant), 0)
 
     def _take_these(self, wanted: Frames, account: int) -> I32:
-        row = frame_numbers(wanted)
+        row = _frame_numbers(wanted)
         code, at = batches.take_these(self._held[1], row, account)
         if code != steps.OK:
             self._refuse_take(code, len(row), account)
@@ -403,3 +411,69 @@ class FramePool(ThreadGuard):
 
 _NO_POSITIONS: I64 = np.empty(0, np.int64)
 _NO_FRAMES: I32 = np.empty(0, np.int32)
+
+
+def _frame_numbers(frames: Frames) -> I32:
+    """int32 [n]: the frame numbers; the caller's own array if it has this form already."""
+    if type(frames) is np.ndarray and frames.dtype is _INT32 and frames.ndim == 1 and frames.flags.carray:
+        return cast(I32, frames)
+    try:
+        numbers = np.atleast_1d(np.asarray(frames))
+    except ValueError:
+        numbers = np.empty((0, 0))
+    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+        raise InvalidRequest(f"frames are {frames!r:.60}; give a frame number, or one row of frame numbers")
+    if len(numbers) and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
+        raise InvalidRequest(f"a frame number is {numbers.max()}; give numbers of frames of this pool")
+    return np.require(numbers, np.int32, ("C", "A", "W"))
+
+
+def _token_positions(positions: Sequence[int] | npt.NDArray[np.integer], count: int) -> I64:
+    """int64 [count]: the positions."""
+    row = np.asarray(positions)
+    if row.shape != (count,) or (count and (row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= 2**62)):
+        raise InvalidRequest(
+            f"positions of shape {list(row.shape)} and dtype {row.dtype}; give one for each of the {count} frames, "
+            "0 or more"
+        )
+    return np.require(row, np.int64, ("C", "A", "W"))
+
+
+def _key_row(keys: Keys, key_bytes: int) -> U8:
+    """uint8 [n * words * 4]: the keys one after another, each filled up with zeros to whole words of 4 bytes."""
+    if type(keys) is np.ndarray:
+        if keys.dtype is _UINT8 and keys.ndim == 2 and keys.shape[1] == key_bytes and keys.flags.carray:
+            return _filled(keys.reshape(-1), key_bytes)
+        return _filled(_bytes_of(keys, key_bytes), key_bytes)
+    try:
+        are_bytes = set(map(type, keys)) <= {bytes}  # len() of another object may count items of several bytes
+        lengths = set(map(len, keys)) if are_bytes else {memoryview(key).nbytes for key in keys}
+        joined, count = bytearray().join(keys), len(keys)
+    except (TypeError, BufferError):
+        raise InvalidRequest(
+            f"keys are {keys!r:.60}; give a list of bytes, or an array uint8 [n, {key_bytes}]"
+        ) from None
+    if (count and lengths != {key_bytes}) or len(joined) != count * key_bytes:
+        raise InvalidRequest(
+            f"keys are of {sorted(lengths)} bytes; give keys of {key_bytes} bytes, "
+            "or make the pool with another key_bytes"
+        )
+    return _filled(np.frombuffer(joined, np.uint8) if count else np.empty(0, np.uint8), key_bytes)
+
+
+def _bytes_of(keys: npt.NDArray[Any], key_bytes: int) -> U8:
+    """uint8 [n * key_bytes]: the memory of an array whose rows have so many bytes."""
+    if keys.ndim not in (1, 2) or keys.dtype.kind not in "iuS" or keys.nbytes != len(keys) * key_bytes:
+        raise InvalidRequest(
+            f"keys of shape {list(keys.shape)} and dtype {keys.dtype}; give rows of {key_bytes} bytes, "
+            f"such as uint8 [n, {key_bytes}], or a list of bytes"
+        )
+    return np.require(keys, requirements=("C", "A", "W")).view(np.uint8).reshape(-1)
+
+
+def _filled(row: U8, key_bytes: int) -> U8:
+    if key_bytes % 4 == 0:
+        return row
+    filled = np.zeros((len(row) // key_bytes, key_bytes + -key_bytes % 4), np.uint8)
+    filled[:, :key_bytes] = row.reshape(-1, key_bytes)
+    return filled.reshape(-1)

@@ -61,7 +61,7 @@ def known_tokens(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, 
 def _matched(
     s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, most: int
 ) -> tuple[Root | None, int, int, bool]:
-    """Return the root of the known salts of `prompt`, and what match_prefix finds there: pages, part, evicted."""
+    """Return the root of the known salts of `prompt`, and what find_prefix finds there: pages, part, evicted."""
     root, begin = roots.longest(*prompt, s)
     if root is None:
         return None, 0, 0, False

@@ -76,7 +76,7 @@ def enter(records: Records, reg: I64, frame: int, number: int) -> None:
 
 
 @inlined
-def enter_before(records: Records, reg: I64, frame: int, following: int) -> None:
+def _enter_before(records: Records, reg: I64, frame: int, following: int) -> None:
     """Put `frame` on the list of `following`, an evictable frame of its account: it is evicted just before that one."""
     base = list_base(records[following].account, int(records[following].place) - 1)
     older = records[following].older
@@ -157,7 +157,7 @@ def enlist_before(records: Records, reg: I64, frame: int, prefix: int) -> None:
     records[frame].entered = records[prefix].entered
     records[frame].rank = int(records[prefix].place) - 1
     raise_floor(records, frame)
-    enter_before(records, reg, frame, prefix)
+    _enter_before(records, reg, frame, prefix)
     reg[NUM_EVICTABLE] += 1
     count(records, reg, frame, EVICTABLE, 1)
 

@@ -62,7 +62,7 @@ def salt_at(roots: I32, root: int, page: int) -> int:
 
 
 @inlined
-def salt_of(salts: I32, frame: int) -> int:
+def _salt_of(salts: I32, frame: int) -> int:
     """Return the salt of a published frame, as `salt_at` returns it for its page."""
     return salts[frame] if len(salts) else 0
 
@@ -139,7 +139,7 @@ def find(s: State, parent: int, prefix_hash: int, tokens: I32, salt: int = 0) ->
             and record.parent == parent
             and record.parent_generation == generation
             and record.published == 1
-            and salt_of(s.salts, frame) == salt
+            and _salt_of(s.salts, frame) == salt
         ):
             different = np.int32(0)
             for i in range(len(tokens)):
@@ -173,7 +173,7 @@ def insert(s: State, frame: int, parent: int, prefix_hash: int, salt: int = 0) -
 
 
 @inlined
-def companion_hash(leader_hash: int, group: int) -> int:
+def _companion_hash(leader_hash: int, group: int) -> int:
     """Return the prefix hash of the companion in `group` of a leader with that prefix hash."""
     return leader_hash ^ ((group * 0x9E3779B9) & 0xFFFFFFFF)
 
@@ -181,7 +181,7 @@ def companion_hash(leader_hash: int, group: int) -> int:
 @inlined
 def find_companion(s: State, leader: int, group: int) -> int:
     """Return the published companion of `leader` in `group`, or -1. Exact without a comparison of tokens."""
-    prefix_hash = companion_hash(np.int64(s.frames[leader].prefix_hash), group)
+    prefix_hash = _companion_hash(np.int64(s.frames[leader].prefix_hash), group)
     frame = s.bucket[prefix_hash & (len(s.bucket) - 1)]
     while frame >= 0:
         record = s.frames[frame]
@@ -198,7 +198,7 @@ def find_companion(s: State, leader: int, group: int) -> int:
 @inlined
 def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
     """Publish `frame` as the companion of `leader` in `group`. The caller has checked that none is published."""
-    prefix_hash = companion_hash(np.int64(s.frames[leader].prefix_hash), group)
+    prefix_hash = _companion_hash(np.int64(s.frames[leader].prefix_hash), group)
     bucket = prefix_hash & (len(s.bucket) - 1)
     s.frames[frame].parent = leader
     s.frames[frame].parent_generation = s.frames[leader].generation
@@ -230,7 +230,7 @@ def remove(s: State, frame: int) -> None:
     parent = s.frames[frame].parent
     if parent < 0:
         s.roots[-2 - parent, IN_USE] -= 1
-    salt = np.int64(salt_of(s.salts, frame))
+    salt = np.int64(_salt_of(s.salts, frame))
     if salt > 0:
         s.roots[salt - 1, IN_USE] -= 1
     if len(s.log):

@@ -88,7 +88,7 @@ def leader_has_window(s: State) -> bool:
 
 
 @inlined
-def first_visible_page(s: State, group: int, length: int) -> int:
+def _first_visible_page(s: State, group: int, length: int) -> int:
     """Return the first page, apart from sinks, that a query at position `length` or later sees."""
     window = s.groups[group, 0]
     return max(0, length + 1 - window) // s.tokens.shape[1] if window > 0 else 0
@@ -97,7 +97,7 @@ def first_visible_page(s: State, group: int, length: int) -> int:
 @inlined
 def first_kept_page(s: State, group: int, length: int) -> int:
     """Return the first page, apart from sinks, that stays when the sequence has `length` tokens."""
-    return first_visible_page(s, group, length - s.groups[group, _KEEP])
+    return _first_visible_page(s, group, length - s.groups[group, _KEEP])
 
 
 @inlined
@@ -108,9 +108,9 @@ def num_sink_pages(s: State, group: int) -> int:
 
 
 @inlined
-def is_visible(s: State, group: int, page: int, length: int) -> bool:
+def _is_visible(s: State, group: int, page: int, length: int) -> bool:
     """Return whether a query at position `length` or later sees `page`."""
-    return page >= first_visible_page(s, group, length) or page < num_sink_pages(s, group)
+    return page >= _first_visible_page(s, group, length) or page < num_sink_pages(s, group)
 
 
 @inner
@@ -140,7 +140,7 @@ def _last_lacking_page(s: State, leaders: I32, group: int, length: int) -> int:
     """Return a page without companion that a query at position `length` sees, or -1. The last page is tried first."""
     pages = (length + s.tokens.shape[1] - 1) // s.tokens.shape[1]
     page = min(s.groups[group, _PRESENT_FROM], pages)
-    first = first_visible_page(s, group, length)
+    first = _first_visible_page(s, group, length)
     while page > first:
         if index.find_companion(s, leaders[page - 1], group) < 0:
             return page - 1
@@ -160,7 +160,7 @@ def map_companions(s: State, asid: int, length: int) -> None:
         row = asid + group
         for page in range((length + s.tokens.shape[1] - 1) // s.tokens.shape[1]):
             s.table[row, page] = HOLE
-            if is_visible(s, group, page, length):
+            if _is_visible(s, group, page, length):
                 frame = index.find_companion(s, s.table[asid, page], group)
                 frames.map_matched(s, frame)
                 s.table[row, page] = frame
@@ -200,6 +200,6 @@ def group_lacking_pages(s: State, asid: int, length: int) -> int:
     for group in range(len(s.groups)):
         if s.groups[group, 0] > 0:
             for page in range((length + size - 1) // size):
-                if s.table[asid + group, page] == HOLE and is_visible(s, group, page, length):
+                if s.table[asid + group, page] == HOLE and _is_visible(s, group, page, length):
                     return group
     return -1

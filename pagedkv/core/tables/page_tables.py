@@ -94,7 +94,7 @@ def open_space(s: State, root: int, seed: int, token_ids: I32, most: int, restor
     """
     asid = _new_row(s, root, seed)
     size = s.tokens.shape[1]
-    pages, frame, common, evicted = match_prefix(s, root, seed, token_ids, most, s.table[asid])
+    pages, frame, common, evicted = _match_prefix(s, root, seed, token_ids, most, s.table[asid])
     num_pages, matched = pages, pages * size
     asked = max(0, (len(token_ids) - 1) // size * size)
     if frame >= 0:  # another space sees this page: the first write copies it
@@ -128,7 +128,7 @@ def _count_prompt(s: State, root: int, tokens: tuple[int, int, int], evicted: bo
 
 
 @inner
-def match_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, found: I32) -> tuple[int, int, int, bool]:
+def _match_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, found: I32) -> tuple[int, int, int, bool]:
     """Find the longest published prefix that every group has, of at most `most` tokens, short of the last token.
 
     Returns: (whole pages, a frame whose page begins as the next page does or -1, how many tokens they have in common,
@@ -147,8 +147,8 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, foun
 
 @compiled
 def find_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, found: I32) -> tuple[int, int, int, bool]:
-    """Return the result of `match_prefix`, which compiled functions call."""
-    return match_prefix(s, root, seed, token_ids, most, found)
+    """Return the result of `_match_prefix`, which compiled functions call."""
+    return _match_prefix(s, root, seed, token_ids, most, found)
 
 
 @inner
