@@ -352,7 +352,7 @@ class Engine(ThreadGuard):
             held += self.cache.tiers.num_fetches + self.cache.tiers.num_holds
             # A traceback may keep handles alive: then the next step recovers again.
             self._was_interrupted = self.cache.has_plans or self.cache.stats().spaces != held
-        while self._inbox:
+        for _ in range(len(self._inbox)):  # not while there are any: a thread may submit faster than they are taken in
             request = self._inbox[0]
             if request not in self._requests:
                 self._requests[request] = None

@@ -46,6 +46,24 @@ def test_a_step_waits_while_another_thread_cancels(
     assert idle(engine)
 
 
+def test_a_step_takes_in_the_requests_that_waited_when_it_began(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that submits faster than a step takes in kept the step from its end."""
+    engine = build(checkpoint("llama"))
+    begin = engine.delivery.begin
+
+    def submit_another(completion: Any) -> Any:
+        assert len(engine._requests) < 9, "the step takes in what came after its beginning"
+        engine.submit(prompt_of(3))
+        return begin(completion)
+
+    monkeypatch.setattr(engine.delivery, "begin", submit_another)
+    engine.submit(prompt_of(3))
+    engine.step()
+    assert len(engine._inbox) == 1
+
+
 def test_a_cancel_waits_for_no_step(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine, returned = build(checkpoint("llama")), []
 
