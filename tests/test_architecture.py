@@ -111,6 +111,7 @@ PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailab
 PagedKVError bind_attention bind_write copy_frames explain gather_kv linear merge_states paged_attention
 write_kv""".split()
 
+PARAMETERS_MAX, PUBLIC_TOP_LEVEL_MAX = 5, 750
 FUNCTION_LINES_P90, FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 35, 60, 120
 HEAD_LINES_MAX = 30
 FOLDER_FILES_MAX = 20
@@ -409,6 +410,49 @@ def test_functions_are_short():
     assert p90(list(lines.values())) <= FUNCTION_LINES_P90, sorted(lines.items(), key=lambda item: -item[1])[:10]
 
 
+def many_parameters(module: str, source: str) -> set[str]:
+    """Return the names of functions in `source` with more than PARAMETERS_MAX parameters; self and cls do not count."""
+    found: set[str] = set()
+
+    def walk(node: ast.AST, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                walk(child, name)
+                continue
+            inner = f"{name}.{child.name}"
+            if not isinstance(child, ast.ClassDef):
+                its = child.args
+                given = [arg.arg for arg in (*its.posonlyargs, *its.args, *its.kwonlyargs)]
+                if len([arg for arg in given if arg not in ("self", "cls")]) > PARAMETERS_MAX:
+                    found.add(inner)
+            walk(child, inner)
+
+    walk(ast.parse(source), module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(a, b, c, d, e): ...", set()),
+        ("def f(a, b, c, *, d, e, f): ...", {"m.f"}),
+        ("class C:\n    def f(self, a, b, c, d, e): ...", set()),
+        ("class C:\n    def f(self, a, b, c, d, e, f): ...", {"m.C.f"}),
+        ("if x:\n    def f(a, b, c, d, e):\n        def g(a, b, c, d, e, f): ...", {"m.f.g"}),
+    ],
+)
+def test_the_count_of_parameters_sees_what_it_should(source, found):
+    assert many_parameters("m", source) == found
+
+
+def test_functions_take_five_parameters():
+    """The exempt functions have the signature of a host or a kernel, or are older than this law. The list shrinks only."""
+    exempt = set((ROOT / "tests/many_parameters.txt").read_text().split())
+    found = set().union(*(many_parameters(module, path.read_text()) for module, path in PACKAGE.items()))
+    assert not found - exempt, f"more than {PARAMETERS_MAX} parameters; make a dataclass of those that belong together"
+    assert not exempt - found, "these are gone or take fewer parameters now: delete their lines from the list"
+
+
 def test_every_file_says_what_it_knows():
     for path in sources("pagedkv", "triton_kernels", "scripts", "bench", "tests"):
         head = ast.get_docstring(ast.parse(path.read_text()))
@@ -440,6 +484,14 @@ def test_the_public_names_are_these():
     assert set(PUBLIC_NAMES) <= set(dir(pagedkv))
     with pytest.raises(AttributeError, match="the public names are"):
         pagedkv.no_such_name  # noqa: B018
+
+
+def test_few_names_are_public():
+    """A class or function at the top of a module is public unless its name begins with `_`; a reader meets them all."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.values()]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, kinds)]
+    assert sum(not name.startswith("_") for name in names) <= PUBLIC_TOP_LEVEL_MAX
 
 
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
