@@ -87,7 +87,7 @@ def _scale_of(name: str, scale: object, k: Tensor) -> Tensor:
 class PagedBatch:
     """The tables of one step, the same for every layer: page tables, lengths, and the slots of the new tokens.
 
-    Shapes:  block_table int32 [A, P]; entries past a sequence's last page, and of punched pages (-1), are never read
+    Shapes:  block_table int32 [A, P]; entries past a sequence's last page, and those of holes (-1), are never read
              seq_lens int32 [B]: KV length, the new tokens included
              cu_seqlens_q int32 [B + 1]: the first query of each sequence, and the end of the last
              rows int32 [B]: the row of `block_table` of each sequence; None if row b is sequence b
@@ -348,8 +348,8 @@ class WriteCall(NamedTuple):
 class GatherSource(NamedTuple):
     """The tokens that a call of `gather_kv` reads. The fields are the operator's arguments, in order.
 
-    Row j of sequence b is position first[b] + j. A position before 0, at or past seq_lens[b], or in a punched page has
-    no token.
+    Row j of sequence b is position first[b] + j. A position before 0, at or past seq_lens[b], or in a hole has no
+    token.
 
     Shapes:   k, v, k_scale, v_scale as in KVLayer; block_table, rows, seq_lens as in PagedBatch; first int32 [B]
     """

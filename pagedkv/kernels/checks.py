@@ -590,7 +590,7 @@ def _frames(entries: Any, F: int) -> None:
     if len(entries) and (entries.max() >= F or entries.min() < -1):
         raise InvalidRequest(
             f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: "
-            f"0 to {F - 1}, or -1 if punched"
+            f"0 to {F - 1}, or -1 for a hole"
         )
 
 

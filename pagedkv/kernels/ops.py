@@ -164,7 +164,7 @@ def gather_kv(
 ) -> tuple[Tensor, Tensor]:
     """Copy K and V of the sequences of a batch out of their pages, in the order of their tokens, and dequantise them.
 
-    Of the batch, `block_table`, `rows` and `seq_lens` are read. A punched page gives zeros.
+    Of the batch, `block_table`, `rows` and `seq_lens` are read. A hole (a page that a window gave back) gives zeros.
 
     first: the position with which each sequence begins. Positions before 0 give zeros, so `first=seq_lens - L` pads
            every sequence to L rows on the left.

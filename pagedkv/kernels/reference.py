@@ -1,7 +1,7 @@
 """The definition: paged attention in plain torch, on any device. Every faster kernel is compared with this one.
 
 Query i of a sequence with n tokens, the last m of them new, is at position p = n - m + i. For a key at t < n
-in a page that is not punched:
+in a page that is not a hole:
 
     s[t]    = scale * q . k[t];   c * tanh(s / c) if softcap c;   + slope_h * (t - p) if ALiBi
     visible = t <= p (causal),  or  tree_mask[i, t - (n - m)] for new tokens (tree),  or  always
@@ -9,7 +9,7 @@ in a page that is not punched:
     lse     = ln(sum over visible t of exp(s[t]) + exp(sink_h));   out = sum of exp(s[t] - lse) * v[t]
 
 Sequences with equally many queries and similar lengths are computed together, their keys gathered token by token
-through the page table into a zero-padded [b, n, K, D]: no slot beyond a sequence, no punched page and no padded table
+through the page table into a zero-padded [b, n, K, D]: no slot beyond a sequence, no hole and no padded table
 entry is read. With `split_tokens` each sequence stands alone and its keys are cut at fixed positions: then no result
 depends, in a single bit, on what else is in the batch. This file trusts its arguments (checks.py has seen them).
 Memory: a group's keys and values in float32 (float64 if q is), and the scores.

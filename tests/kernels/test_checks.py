@@ -180,7 +180,7 @@ WRONG_VALUES: list[tuple[Callable[[Built], Built], str]] = [
     ),
     (
         batch(block_table=torch.full((2, 5), 9, dtype=INT32)),
-        "batch.block_table names frames 9 to 9 but the layer has F=7: 0 to 6, or -1 if punched",
+        "batch.block_table names frames 9 to 9 but the layer has F=7: 0 to 6, or -1 for a hole",
     ),
 ]
 

@@ -8,7 +8,7 @@ chat_template    messages to text
 hub              the local cache of the Hugging Face hub
 files            JSON, text and bytes of limited size
 fit              the memory that a config needs
-records          the language of the bundled checkpoint
+demo             the prompt of `pagedkv generate` if the user gives none
 
 Files come from strangers: each is a regular file of limited size, a fault in one is a CheckpointError that names the
 file, and a template runs in a sandbox. This layer knows no pool, no sequence and no step. It imports the kernels'

@@ -15,7 +15,7 @@ The products are made by the first of these that serves the call:
 
 A sequence is doubtful, and another kernel computes it a second time, if
 
-    a page of its new tokens is punched   other holes are left out of the tables. The new tokens are still the last ones
+    a page of its new tokens is a hole    other holes are left out of the tables. The new tokens are still the last ones
     a result is NaN, or one of two        0 * NaN is NaN, so a value that is not finite may reach queries that do not
     states is not finite                  see it; and a state with a weight of 0 would not reach queries that see it
     cuDNN was called and its lengths are  cuDNN's mask knows nothing of lengths, and the host knows bounds alone: they
