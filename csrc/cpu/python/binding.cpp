@@ -177,7 +177,7 @@ bool read_integer(PyObject* x, int64_t& to) {
 void define_bindings(py::module_& m) {
     m.def("register_torch", register_torch,
         "Register torch.Tensor, how to read one, and torch's functions: threads, gradients, observers of operators.");
-    m.def("set_contract", set_contract, "Set the rules of an operation: see pagedkv/kernels/contract.py.");
+    m.def("set_contract", set_contract, "Set the rules of an operation: see pagedkv/kernels/checks.py.");
     define_fast<kernel_choices, 0>(m, "kernel_choices", "The variables that choose a kernel, as bytes or None.");
     m.def("set_kernel", set_kernel, "Set the kernel that serves calls of a kind: an instruction set, or a callable.");
 }

@@ -44,7 +44,7 @@ struct Binding {
     Tensor tensors[NUM_BOUND];
 };
 
-// The rule for one tensor of a call, as pagedkv/kernels/contract.py has it: Python gives the rules at import.
+// The rule for one tensor of a call, as pagedkv/kernels/checks.py has it: Python gives the rules at import.
 struct Rule {
     int at;  // which argument of the call; past them, which tensor of the binding
     uint64_t kinds;  // a bit for each dtype; 0: the dtype of the first argument

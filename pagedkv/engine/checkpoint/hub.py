@@ -34,6 +34,9 @@ def find(model: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
     except (OSError, ValueError):
+        folder = Path(huggingface_hub.constants.HF_HUB_CACHE, f"models--{model.replace('/', '--')}", "snapshots")
+        if len(snapshots := list(folder.glob("*"))) == 1:  # fetched by a revision, so no branch names it
+            return snapshots[0]
         raise CheckpointError(
             f"there is no folder {model}, and no snapshot of it in the Hugging Face cache "
             f"{huggingface_hub.constants.HF_HUB_CACHE}; fetch it with: hf download {model}"

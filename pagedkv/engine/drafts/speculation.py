@@ -41,8 +41,8 @@ class Drafter(Protocol):
     """A source of drafts. Its state is about sequences that run; it can be lost at any time.
 
     If `propose` raises or returns bad drafts, the engine calls `recover`, then `propose` for each sequence alone. The
-    request of a sequence for which that fails ends with an error. Only a KeyboardInterrupt breaks the step off and ends
-    no request. `forget` and `recover` must not raise.
+    request of a sequence for which that fails ends with an error. A KeyboardInterrupt or a SystemExit breaks the step
+    off and ends no request. `forget` and `recover` must not raise.
 
     num_tokens: the most drafts of a sequence in a step
     vocab_size: drafts are below it; None if they are copied from the text
@@ -123,7 +123,7 @@ class Speculation:
             for drafted, count in zip(drafts, most, strict=True):
                 self._check(drafted, count)
             return drafts
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             failure = described(error)

@@ -182,9 +182,9 @@ def _processed(processor: LogitsProcessor, tokens: list[int], z: Tensor) -> Tens
     shape, device = z.shape, z.device  # it may change those of z, which it may edit
     try:
         given = processor(list(tokens), z)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # as of a signal
         raise
-    except BaseException as error:  # a SystemExit ends this request, not the program
+    except BaseException as error:
         raise InvalidRequest(f"the logits processor raised {described(error)}") from error
     if not isinstance(given, torch.Tensor):
         raise InvalidRequest(f"the logits processor returned {type(given).__name__}; it must return a tensor of logits")

@@ -12,8 +12,10 @@ seconds at most. Then the listening socket is closed, and what clients have not 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -121,12 +123,12 @@ class _Server(uvicorn.Server):
         rules = Rules(listening.keys, listening.max_body, most, _shares(listening, running))
         self._gate = Gate(self._routes.app, rules, metrics.answered)
         gate: Any = self._gate
-        app: Any = TrustedHostMiddleware(gate, _hosts(sock, listening), www_redirect=False)
+        app: Any = _KnownHosts(gate, _hosts(sock, listening), www_redirect=False)
         super().__init__(
             uvicorn.Config(
                 app, http="h11", lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
                 limit_concurrency=_allowed_connections(listening.max_connections) + 1,  # uvicorn refuses the last one
-                backlog=BACKLOG, timeout_graceful_shutdown=int(2 * FLUSH_SECONDS),
+                backlog=BACKLOG, timeout_graceful_shutdown=1,
             )
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
@@ -172,6 +174,7 @@ class _Server(uvicorn.Server):
         if self._gate.num_inside:
             await self._engine.aclose(f"the server ended {self._listening.drain_s:g} s after it was told to")
             await self._empty(FLUSH_SECONDS)
+        logging.getLogger("uvicorn.error").disabled = True  # it logs a traceback of each client that takes nothing
         self.should_exit = True
 
     async def _empty(self, seconds: float) -> None:
@@ -195,7 +198,26 @@ def _hosts(sock: socket.socket, listening: Listening) -> list[str]:
     host = sock.getsockname()[0]
     if not listening.hosts and not _is_loopback(host):
         return ["*"]
-    return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *listening.hosts]
+    return ["localhost", *listening.hosts]
+
+
+class _KnownHosts(TrustedHostMiddleware):
+    """Starlette's check of the Host header, which lets addresses pass, and HTTP/1.0 without it: no DNS leads there."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request of the application, or refuse it."""
+        host = dict(scope.get("headers", ())).get(b"host")
+        check = self.app if host is None or _is_address(host.decode("latin-1")) else super().__call__
+        await check(scope, receive, send)
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a Host header is an IP address, with or without a port."""
+    parts = re.fullmatch(r"\[?([0-9a-fA-F.:]*?)\]?(:\d+)?", host)
+    try:
+        return parts is not None and bool(ipaddress.ip_address(parts[1]))
+    except ValueError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

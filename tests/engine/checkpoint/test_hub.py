@@ -36,13 +36,19 @@ def test_the_snapshot_of_main_is_taken(cache: Path) -> None:
 
 @pytest.mark.parametrize("main", [None, "gone", b"\xff\xfe", b"a\0b", "x" * 9000])
 def test_without_a_good_ref_the_command_that_fetches_the_model_is_named(cache: Path, main: str | bytes | None) -> None:
-    fetched(cache, "abc", main=main)
+    fetched(cache, "abc", "def", main=main)
     with pytest.raises(CheckpointError) as error:
         hub.find("owner/name")
     assert str(error.value) == (
         f"there is no folder owner/name, and no snapshot of it in the Hugging Face cache {cache}; "
         "fetch it with: hf download owner/name"
     )
+
+
+def test_the_only_snapshot_is_taken_without_a_ref(cache: Path) -> None:
+    """A model that was fetched by a revision has no ref."""
+    snapshots = fetched(cache, "abc", main=None)
+    assert hub.find("owner/name") == snapshots / "abc"
 
 
 def test_a_folder_comes_before_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def run(checkpoint: Checkpoint, drafter: Any, **options: Any) -> tuple[Any, list
         ([1, VOCAB], f"InvalidRequest: propose returned [1, {VOCAB}]; drafts must be from 0 to {VOCAB - 1}"),
         ([-1], "InvalidRequest: propose returned [-1]; drafts must be from 0 to"),
         (["a"], "TypeError: "),
-        (SystemExit("bad arguments"), "SystemExit: bad arguments"),
+        (GeneratorExit("bad arguments"), "GeneratorExit: bad arguments"),
     ],
     ids=str,
 )

@@ -245,7 +245,7 @@ def test_an_exit_of_a_processor_ends_its_request_only(
 
     def leave(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(token_ids) >= 30 + 5:
-            raise SystemExit("bad arguments")
+            raise GeneratorExit("bad arguments")
         return logits
 
     engine, steady = build(checkpoint("llama"), drafter=drafter), {7: 100.0}
@@ -256,15 +256,18 @@ def test_an_exit_of_a_processor_ends_its_request_only(
         finished += engine.step()
     (ended,) = doomed.completions
     assert (ended.finish_reason, len(ended.token_ids)) == ("error", 5)
-    assert ended.error == "the logits processor raised SystemExit: bad arguments"
+    assert ended.error == "the logits processor raised GeneratorExit: bad arguments"
     assert finished == [ended, *other.completions]
     want = build(checkpoint("llama")).generate([prompt_of(30)], SamplingParams(max_tokens=12))
     assert outputs([other]) == outputs(want)
     assert idle(engine)
 
 
-def test_an_interrupt_in_a_processor_ends_no_request(checkpoint: Callable[[str], Checkpoint]) -> None:
-    interrupts = iter([KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_processor_ends_no_request(
+    kind: type[BaseException], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    interrupts = iter([kind])
 
     def processor(_: list[int], logits: torch.Tensor) -> torch.Tensor:
         for interrupt in interrupts:
@@ -273,7 +276,7 @@ def test_an_interrupt_in_a_processor_ends_no_request(checkpoint: Callable[[str],
 
     engine = build(checkpoint("llama"))
     request = engine.submit(prompt_of(30), SamplingParams(max_tokens=5, logits_processor=processor))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(kind):
         engine.step()
     engine.run()
     assert outputs([request]) == outputs(
