@@ -131,8 +131,7 @@ def test_fewer_kv_heads_than_gpus_are_repeated():
 
 
 @pytest.mark.parametrize("name", HYBRID)
-@pytest.mark.parametrize("block_size", [1, 5, 16])
-@pytest.mark.parametrize("chunk", [1, 7, 2048])
+@pytest.mark.parametrize(("chunk", "block_size"), [(1, 5), (1, 16), (7, 5), (2048, 16), (2048, 5)])
 def test_the_engine_takes_a_context_in_the_frames_that_are_counted_for_it(checkpoint, name, block_size, chunk):
     decoder = checkpoint(name).decoder()
     specs = decoder.config.specs(block_size=block_size, dtype="float32")
