@@ -142,8 +142,10 @@ def read(path: Path) -> list[Row]:
     rows = []
     try:
         lines = regular_files.read(path, MOST_BYTES).decode("utf-8").splitlines()
+    except FileNotFoundError:
+        raise InvalidRequest(f"there is no file '{path}'; give a file of rows") from None
     except (OSError, UnicodeDecodeError) as why:
-        raise InvalidRequest(f"{path} cannot be read: {why}") from None
+        raise InvalidRequest(f"{path} cannot be read: {getattr(why, 'strerror', None) or why}") from None
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -133,8 +133,9 @@ def invoke(argv: list[str] | None = None) -> int:
 
 
 def _check_environment() -> None:
-    """Raise InvalidRequest if PAGEDKV_DEBUG has no valid value, or numba could not start with NUMBA_NUM_THREADS."""
+    """Raise InvalidRequest for a bad PAGEDKV_DEBUG, PAGEDKV_NUM_THREADS or NUMBA_NUM_THREADS."""
     debug.level()
+    debug.forced_num_threads()
     try:
         threads = int(os.environ.get("NUMBA_NUM_THREADS", 1))
     except ValueError:  # then numba takes its default

@@ -135,7 +135,7 @@ def _config(path: Path, weights: str | int | None) -> ModelConfig:
     Raises: CheckpointError, which says how to go on without a config
     """
     if not path.exists():
-        raise CheckpointError(f"there is no {path}; {_NUMBERS}")
+        raise CheckpointError(f"there is no file or folder '{path}'; {_NUMBERS}")
     file = path / "config.json" if path.is_dir() else path
     values = read_json(file)
     if "quantization_config" in values:

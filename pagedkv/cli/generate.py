@@ -29,7 +29,7 @@ from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.requests.request import Completion, Request
 from pagedkv.engine.sampling.params import GRAMMARS, SamplingParams
 from pagedkv.engine.step.engine import Engine
-from pagedkv.errors import CheckpointError, InvalidRequest
+from pagedkv.errors import CheckpointError, InvalidRequest, KernelUnavailable
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,18 @@ def load(loading: Loading, screen: Console, **more: Any) -> Engine:
     if loading.device != "cpu":
         _, _, number = loading.device.partition(":")
         if int(number or 0) >= (count := torch.cuda.device_count()):
-            raise InvalidRequest(f"--device is {loading.device!r}; torch finds {count} GPUs here; give cpu or cuda:N")
+            other = "cpu or cuda:N" if count else "cpu"
+            raise InvalidRequest(f"--device is {loading.device!r}; torch finds {count} GPUs here; give {other}")
     limits = {"max_sequences": loading.max_sequences, "prefill_chunk": loading.prefill_chunk, **more.pop("limits", {})}
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext(), naming_options():
-        return Engine.load(loading.folder(), limits=Limits(**limits), **loading.of_engine(), **more)
+        try:
+            return Engine.load(loading.folder(), limits=Limits(**limits), **loading.of_engine(), **more)
+        except KernelUnavailable as error:
+            if (named := loading.kernels) not in error.reasons:
+                raise
+            why = "; ".join(error.reasons[named])
+            reason = f"--kernels {named} cannot serve on {loading.device}: {why}"
+            raise InvalidRequest(f"{reason}; give --kernels auto") from None
 
 
 def _params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from pagedkv import debug
 from pagedkv.cli import shaping
 from pagedkv.engine.checkpoint import hub
 from pagedkv.engine.checkpoint.config import ModelConfig
@@ -41,11 +42,13 @@ def option(metavar: str, words: str, *names: str, panel: str | None = None, **li
     return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, **limits)
 
 
+_MOST: Final = {"num_frames": 2**50, "seed": 2**128}  # SamplingParams has the limit of a seed
+
 _kv = partial(option, panel="The KV cache")
 _chat = partial(option, panel="The checkpoint's chat template")
 _sampling = partial(option, panel="Sampling")
 _client = partial(option, panel="Clients")
-_number = partial(option, panel="Numbers, without a model", min=1, max=MOST)
+_number = partial(option, panel="Numbers, without a model", min=1)
 
 Number = int | None
 Text = str | None
@@ -66,10 +69,6 @@ class Stored:
     block_size: Annotated[int, _kv("N", "Tokens in a frame.", min=1)] = 16
     prefill_chunk: Annotated[Number, _kv("N", "Tokens of one prompt in a step, so that others go on.", min=1)] = None
 
-    def __post_init__(self) -> None:
-        if self.block_size > MOST:
-            raise InvalidRequest(f"--block-size is {self.block_size}; give at most {MOST:,}")
-
 
 @dataclass(frozen=True)
 class Loading(Stored):
@@ -84,7 +83,7 @@ class Loading(Stored):
         None
     )
     num_frames: Annotated[Number, _kv("N", "Frames in the pool.", min=1)] = None
-    memory: Annotated[Text, _kv("SIZE", "Or its size, such as 2GiB.")] = None
+    memory: Annotated[Text, _kv("SIZE", "Size of the pool instead, such as 2GiB.")] = None
     tier: Annotated[
         Texts, _kv("TIER", "Under the pool: host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.")
     ] = None
@@ -94,13 +93,14 @@ class Loading(Stored):
     max_sequences: Annotated[int, _kv("N", "Running at once.", min=1)] = 256
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.num_frames is not None and self.memory is not None:
             raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
         if self.memory is not None:
             amount("--memory", self.memory)
         if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
             raise InvalidRequest(f"--device is {self.device!r}; give cpu, cuda or cuda:N")
+        if self.tier and (key := debug.tier_key()) and not 16 <= len(key) <= 64:
+            raise InvalidRequest(f"PAGEDKV_TIER_KEY has {len(key)} bytes; set it to 16 to 64 secret bytes, or unset it")
         if self.sinks and self.window is None:
             raise InvalidRequest(f"--sinks is {self.sinks} without --window; give --window, too, such as 1024")
 
@@ -143,15 +143,15 @@ class Prompting:
 class Sampling:
     """The draw of tokens, and the end of a text."""
 
-    max_tokens: Annotated[int, _sampling("N", "Of output, at most.")] = 128
-    min_tokens: Annotated[int, _sampling("N", "Of output, before it may end.")] = 0
+    max_tokens: Annotated[int, _sampling("N", "Tokens of output, at most.")] = 128
+    min_tokens: Annotated[int, _sampling("N", "Tokens of output before it may end.")] = 0
     temperature: Annotated[float, _sampling("T", "0 is greedy.")] = 0.0
-    top_k: Annotated[int, _sampling("N", "From the N likeliest; 0 is off.")] = 0
-    top_p: Annotated[float, _sampling("P", "From the likeliest that hold P; 1 is off.")] = 1.0
-    min_p: Annotated[float, _sampling("P", "None below P times the likeliest; 0 is off.")] = 0.0
+    top_k: Annotated[int, _sampling("N", "Only the N likeliest tokens; 0 is off.")] = 0
+    top_p: Annotated[float, _sampling("P", "The likeliest tokens that add up to probability P; 1 is off.")] = 1.0
+    min_p: Annotated[float, _sampling("P", "Only tokens at least P times as likely as the likeliest; 0 is off.")] = 0.0
     repetition_penalty: Annotated[float, _sampling("R", "1 is off.")] = 1.0
     frequency_penalty: Annotated[float, _sampling("F", "For each time a token is in the output; 0 is off.")] = 0.0
-    presence_penalty: Annotated[float, _sampling("P", "Once, if a token is in the output; 0 is off.")] = 0.0
+    presence_penalty: Annotated[float, _sampling("P", "For a token that is in the output, once; 0 is off.")] = 0.0
     num_beams: Annotated[int, _sampling("N", "Beam search: 1 is off.")] = 1
     seed: Annotated[Number, _sampling("N", "The same seed, the same text.")] = None
     stop: Annotated[Texts, _sampling("TEXT", "Where to end; may be given several times.")] = None
@@ -162,10 +162,16 @@ class Sampling:
     logit_bias: Annotated[Texts, _sampling("ID=BIAS", "Added to a token's logit, -100 to 100; may be given again.")] = (
         None
     )
-    logprobs: Annotated[Number, _sampling("N", "With --json: of each token, and of N alternatives.")] = None
+    logprobs: Annotated[Number, _sampling("N", "With --json: log-probabilities of each token and N others.")] = None
 
     def params(self) -> SamplingParams:
         """Return the parameters. Raises: InvalidRequest"""
+        for name in ("stop", "choice"):
+            if "" in (getattr(self, name) or ()):
+                raise InvalidRequest(f"--{name} is ''; give a text of at least one character")
+        for name in ("stop", *shaping.OPTIONS, "logit_bias", "logprobs") if self.num_beams > 1 else ():
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"{_option(name)} cannot go with --num-beams; leave one of them out")
         shaped = {"json_schema", "regex", "choice", "logit_bias", "stop"}
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shaped}
         given |= shaping.grammar(self.json_schema, self.regex, self.choice)
@@ -178,7 +184,7 @@ class Output:
     """The output, and the tenant."""
 
     num_samples: Annotated[int, option("N", "Outputs for each prompt; they share its frames.", min=1)] = 1
-    tenant: Annotated[str, option("NAME", "Only its prefixes are found.")] = ""
+    tenant: Annotated[str, option("NAME", "Only prefixes of this tenant are found.")] = ""
     as_json: Annotated[
         bool, option("", "Print one JSON object (a line for each prompt of a .jsonl), no more.", "--json")
     ] = False
@@ -190,8 +196,8 @@ class Serving:
 
     host: Annotated[str, _client("NAME", "0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
     port: Annotated[int, _client("N", "0 for any that is free.", min=0, max=65535)] = 8000
-    name: Annotated[Text, _client("NAME", "Of the model, for clients.")] = None
-    api_key: Annotated[Text, _client("KEY", "Ask for it; or in PAGEDKV_API_KEY, unseen by `ps`.")] = None
+    name: Annotated[Text, _client("NAME", "Name of the model, for clients.")] = None
+    api_key: Annotated[Text, _client("KEY", "Key that clients send; `ps` does not show PAGEDKV_API_KEY.")] = None
     api_keys: Annotated[Path | None, _client("FILE", "`key tenant` in each line, instead of a key.")] = None
     key_share: Annotated[
         float,
@@ -205,13 +211,13 @@ class Serving:
     allowed_host: Annotated[Texts, _client("NAME", "A name that clients ask for; may be given again.")] = None
     max_waiting: Annotated[int, _client("N", "Requests that wait; more are refused.", min=1)] = 256
     max_prompt: Annotated[Number, _client("N", "Tokens of a prompt, at most; else all that fit.", min=1)] = None
-    max_body: Annotated[str, _client("SIZE", "Of a request, at most.")] = "4MiB"
-    max_connections: Annotated[int, _client("N", "At once; more are refused.", min=1, max=2**20)] = 1024
+    max_body: Annotated[str, _client("SIZE", "Size of a request, at most.")] = "4MiB"
+    max_connections: Annotated[int, _client("N", "Connections at once; more are refused.", min=1, max=2**20)] = 1024
     drain: Annotated[int, _client("N", "Seconds for running requests after SIGTERM.", min=0)] = 60
     step_timeout: Annotated[float, _client("N", "Seconds of one step until /health fails.", min=0.1)] = 300
     kv_events: Annotated[Text, _client("ADDRESS", "Publish KV events, such as tcp://*:5557.")] = None
-    kv_events_replay: Annotated[Text, _client("ADDRESS", "Where readers ask for them again.")] = None
-    kv_events_topic: Annotated[str, _client("TEXT", "Theirs; llm-d reads kv@POD@MODEL.")] = ""
+    kv_events_replay: Annotated[Text, _client("ADDRESS", "Address that sends missed messages again.")] = None
+    kv_events_topic: Annotated[str, _client("TEXT", "Topic of the KV events; llm-d reads kv@POD@MODEL.")] = ""
 
     def __post_init__(self) -> None:
         amount("--max-body", self.max_body)
@@ -230,12 +236,12 @@ class Geometry:
 
     layers: Annotated[Number, _number("N", "Layers.")] = None
     kv_heads: Annotated[Number, _number("N", "KV heads.")] = None
-    head_dim: Annotated[Number, _number("N", "Of a key.")] = None
-    head_dim_v: Annotated[Number, _number("N", "Of a value, if not that of a key.")] = None
+    head_dim: Annotated[Number, _number("N", "Elements of a key.")] = None
+    head_dim_v: Annotated[Number, _number("N", "Elements of a value, if not those of a key.")] = None
     value_in_key: Annotated[
         bool, option("", "Store keys alone, as the latents of MLA.", "--value-in-key", panel="Numbers, without a model")
     ] = False
-    window: Annotated[Number, _number("N", "Of all layers.")] = None
+    window: Annotated[Number, _number("N", "Each token of every layer sees the last N.")] = None
 
     def of_spec(self) -> dict[str, Any]:
         """Return the fields of KVSpec that were given."""
@@ -251,11 +257,15 @@ class Fitting:
         Text, option("DIR", "A Hugging Face folder, its config.json, or owner/name in the cache; without, the bundled.")
     ] = None
     weights: Annotated[Text, option("NAME", "int8 or int4; or the bytes of all weights, such as 140GB.")] = None
-    context: Annotated[Number, option("N", "Tokens of each sequence.", min=1, max=MOST)] = None
-    memory: Annotated[Text, option("SIZE", "Of one GPU, for weights and KV; such as 72GB.")] = None
-    bandwidth: Annotated[Text, option("SIZE", "Of one GPU, such as 3.35TB/s.")] = None
+    context: Annotated[Number, option("N", "Tokens of each sequence.", min=1)] = None
+    memory: Annotated[Text, option("SIZE", "Memory of one GPU for weights and KV, such as 72GB.")] = None
+    bandwidth: Annotated[Text, option("SIZE", "Memory bandwidth of one GPU, such as 3.35TB/s.")] = None
     gpus: Annotated[int, option("N", "1 to N that share the heads equally.", min=1, max=1024)] = 1
     as_json: Annotated[bool, option("", "Print one JSON object, no more.", "--json")] = False
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and amount("--memory", self.memory) == 0:
+            raise InvalidRequest(f"--memory is {self.memory!r}; give the memory of one GPU, such as 72GB")
 
 
 @dataclass(frozen=True)
@@ -266,13 +276,9 @@ class Replaying:
         Path,
         typer.Argument(metavar="TRACE", help='On each line a request: {"hash_ids": [0, 1]}, 512 prompt tokens an id.'),
     ]
-    num_frames: Annotated[
-        list[int] | None, option("N", "Frames of 512 tokens; again for more pools.", min=1, max=2**50)
-    ] = None
+    num_frames: Annotated[list[int] | None, option("N", "Frames of 512 tokens; again for more pools.", min=1)] = None
     memory: Annotated[Texts, option("SIZE", "Instead: pools of that size, such as 40GiB.")] = None
-    bytes_per_token: Annotated[int, option("N", "For --memory; as is, Llama 3.1 8B in bfloat16.", min=1, max=MOST)] = (
-        131072
-    )
+    bytes_per_token: Annotated[int, option("N", "For --memory; default: Llama 3.1 8B in bfloat16.", min=1)] = 131072
     policy: Annotated[Texts, option("NAME", "lru, 2q, lfu, cost, belady, all.")] = None
     tier: Annotated[Text, option("N", "Frames of a tier below each pool, or 8x for eight times the pool.")] = None
     as_json: Annotated[bool, option("", "Print a list of objects, no more.", "--json")] = False
@@ -283,14 +289,40 @@ class Replaying:
 
 
 class _Help:
-    """A command or a group of which --help has no word for the value of a flag, which takes none."""
+    """A command or group. Its --help shows no value for a flag; an error about a value has the form of the others."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
             if getattr(each, "is_flag", False):
                 each.metavar = ""
+            each.process_value = partial(_processed, each)
         return params
+
+
+def _processed(parameter: Any, context: Any, given: Any) -> Any:
+    """Return the value of an option. Raises: InvalidRequest, which names the option, the value and what to give"""
+    try:
+        return type(parameter).process_value(parameter, context, given)
+    except typer.BadParameter as error:
+        text = given if isinstance(given, str) else ", ".join(map(str, given or ()))
+        shown = text if re.fullmatch(r"-?[\d.]+", text) else repr(text)
+        for pattern, words in _WANTED.items():
+            if found := re.search(pattern, error.message):
+                wanted = words.format(*found.groups()).replace("'", "")
+                raise InvalidRequest(f"{max(parameter.opts, key=len)} is {shown}; give {wanted}") from None
+        raise  # an argument is missing
+
+
+_WANTED: Final = {
+    r"is not one of ([^.]+)": "one of {}",
+    r"valid integer": "an integer",
+    r"valid (?:number|float)": "a number",
+    r"range (\d[\d.]*)<=x<=([\d.]*\d)": "{} to {}",
+    r"(?:greater than or equal to |x>=)([\d.]*\d)": "at least {}",
+    r"(?:less than or equal to |x<=)([\d.]*\d)": "at most {}",
+}
+"""What to give, by the error of the framework; older typer has the errors of click."""
 
 
 class _Command(_Help, TyperCommand):
@@ -316,6 +348,7 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
         kinds: dict[str, Any] = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
 
         def run(**given: Any) -> Any:
+            _check_most(given)
             names = {name: [field.name for field in fields(kind)] for name, kind in kinds.items()}
             return function(**{name: kinds[name](**{each: given[each] for each in names[name]}) for name in kinds})
 
@@ -341,6 +374,19 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
 # --- errors ---
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_most(options: dict[str, Any]) -> None:
+    """Raise InvalidRequest for an integer that is too large. --help would show a limit that the framework knows."""
+    for name, value in options.items():
+        most = _MOST.get(name, MOST)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int) and each > most:
+                raise InvalidRequest(f"{_option(name)} is {each}; give at most {most:,}")
+
+
 def amount(name: str, text: str) -> int:
     """Return the bytes of an option. Raises: InvalidRequest, which names it"""
     try:
@@ -363,7 +409,7 @@ def in_options(text: str) -> str:
 
     A name of one word is an option where an error begins with it, or behind another option.
     """
-    text = _LONG.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
+    text = _LONG.sub(lambda found: _option(found[1]), text).replace("must be None or ", "must be ")
     return _SHORT.sub(r"\1--\2", text)
 
 

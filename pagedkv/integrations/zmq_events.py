@@ -98,9 +98,8 @@ class EventPublisher:
             self._replays = None if replay is None else self._begin_replays(replay)
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            raise InvalidRequest(
-                f"ZMQ refuses {endpoint!r} or {replay!r} ({error}); give addresses such as tcp://*:5557"
-            ) from None
+            refused = replay if hasattr(self, "endpoint") else endpoint
+            raise InvalidRequest(f"ZMQ refuses {refused!r} ({error.strerror}); give one such as tcp://*:5557") from None
 
     def publish(self) -> int:
         """Publish the events since the last call in one message, and return how many there were. It never waits.

@@ -18,8 +18,8 @@ NUMBERS = "fit --layers 1 --kv-heads 1 --head-dim"
 BEFORE_TORCH = {
     "generate --max-tokens=-5": "--max-tokens is -5; it must be an integer of at least 1",
     "generate --min-tokens=200": "--min-tokens is 200; it must be an integer from 0 to --max-tokens, 128",
-    "generate --kv-dtype=fp4": "'fp4' is not one of 'float32', 'bfloat16'",
-    "generate --block-size=0": "'--block-size'",
+    "generate --kv-dtype=fp4": "--kv-dtype is 'fp4'; give one of float32, bfloat16, float16, fp8_e4m3",
+    "generate --block-size=0": "--block-size is 0; give at least 1",
     "generate --memory=lots": "--memory: 'lots' is not an amount of memory",
     "generate --device=toaster": "--device is 'toaster'; give cpu",
     "generate --sinks=4": "--sinks is 4 without --window; give --window, too",
@@ -49,7 +49,8 @@ REFUSED = BEFORE_TORCH | {
     "generate --chat --template-var=9=1": "--template-var is '9=1'",
     "generate --chat --template-var=messages=[]": "with another name than messages or self",
     # generate: sampling
-    "generate --max-tokens=many": "'--max-tokens'",
+    "generate --max-tokens=many": "--max-tokens is 'many'; give an integer",
+    "generate --temperature=hot": "--temperature is 'hot'; give a number",
     "generate --temperature=-0.5": "--temperature is -0.5",
     "generate --temperature=nan": "--temperature is nan",
     "generate --top-k=-2": "--top-k is -2",
@@ -58,13 +59,15 @@ REFUSED = BEFORE_TORCH | {
     "generate --repetition-penalty=0": "--repetition-penalty is 0",
     "generate --frequency-penalty=3": "--frequency-penalty is 3.0; it must be between -2 and 2",
     "generate --presence-penalty=nan": "--presence-penalty is nan",
-    "generate --seed=-1": "--seed is -1",
-    "generate --stop=": "none empty",
+    "generate --seed=-1": "--seed is -1; it must be an integer from 0",
+    "generate --stop=": "--stop is ''; give a text of at least one character",
+    "generate --choice=": "--choice is ''; give a text",
+    "generate --num-beams=2 --stop=a": "--stop cannot go with --num-beams; leave one of them out",
     "generate --num-beams=0": "--num-beams is 0",
     "generate --num-beams=2 --num-samples=3": "--num-samples is 3, --num-beams 2",
     "generate --logprobs=2": "--logprobs are keys of the JSON; give --json too",
     "generate --logprobs=21 --json": "--logprobs is 21",
-    "generate --num-samples=0": "'--num-samples'",
+    "generate --num-samples=0": "--num-samples is 0; give at least 1",
     "generate --num-samples=9 --max-sequences=4": "--num-samples is 9",
     "generate --logit-bias =5": "--logit-bias is '=5'; give ID=BIAS",
     "generate --logit-bias red=1": "--logit-bias is 'red=1'; give ID=BIAS",
@@ -73,7 +76,7 @@ REFUSED = BEFORE_TORCH | {
     "generate --logit-bias 5=1 --logit-bias 5=2": "--logit-bias names the token 5 twice; give it once",
     "generate --logit-bias 660=1": "--logit-bias has token id 660, outside the vocabulary of 660 tokens; leave it out",
     # generate: the model and its pool
-    "generate --num-frames=-4": "'--num-frames'",
+    "generate --num-frames=-4": "--num-frames is -4; give at least 1",
     "generate --num-frames=4": "the pool has 4; raise --num-frames or --memory, or lower --max-tokens",
     "generate --memory=-1GiB": "not an amount of memory",
     "generate --memory=10KiB": "holds no frame: one takes 65536 bytes. Give at least that, or lower --block-size",
@@ -81,14 +84,14 @@ REFUSED = BEFORE_TORCH | {
     "generate --memory=9999TiB": "--num-frames is",
     "generate --num-frames=64 --memory=1GiB": "--num-frames and --memory",
     "generate --kernels=warp": "no kernel 'warp'",
-    "generate --dtype=int3": "'int3' is not one of 'float32', 'bfloat16', 'float16'",
-    "generate --weights=int3": "'int3' is not one of 'int8', 'int4'",
+    "generate --dtype=int3": "--dtype is 'int3'; give one of float32, bfloat16, float16",
+    "generate --weights=int3": "--weights is 'int3'; give one of int8, int4",
     "generate --device=cuda:999": "--device is 'cuda:999'; torch finds",
     "generate --device=": "--device is ''",
     "generate --speculate=no-owner/no-draft": "fetch it with: hf download no-owner/no-draft",
     "generate --speculate=./draft": "no folder draft",
-    "generate --max-sequences=0": "'--max-sequences'",
-    "generate --prefill-chunk=0": "'--prefill-chunk'",
+    "generate --max-sequences=0": "--max-sequences is 0",
+    "generate --prefill-chunk=0": "--prefill-chunk is 0",
     "generate --model=\udcff": "no folder \\udcff",
     "generate --model=\x1b[2J": "no folder \\x1b[2J",
     "generate --model=/dev/null": "no folder /dev/null",
@@ -113,34 +116,37 @@ REFUSED = BEFORE_TORCH | {
     "serve --api-keys /no/file --api-key a": "--api-keys and --api-key or PAGEDKV_API_KEY name keys",
     "serve --kv-events-topic a": "need --kv-events; give it an address",
     "serve --kv-events-replay tcp://*:0": "need --kv-events; give it an address",
+    "serve --port 99999": "--port is 99999; give ",
     # fit
     "fit --layers 80": "--kv-heads, --head-dim are missing; give a config with --model, or the numbers",
     "fit --value-in-key": "--layers, --kv-heads, --head-dim are missing",
     f"{NUMBERS} 8 --model x": "both give a geometry",
     f"{NUMBERS} 8 --weights int8": "--weights int8 needs a config",
     f"{NUMBERS} 7 --kv-dtype int4": "must be even",
-    f"fit --layers {10**400} --kv-heads 1 --head-dim 8": "'--layers'",
+    f"fit --layers {10**400} --kv-heads 1 --head-dim 8": "--layers is 1000",
     f"fit --block-size {10**400}": "--block-size is 1000",
     "fit --weights int3": "--weights is 'int3'; give int8, int4, or the bytes",
     "fit --context 8193": "--context is 8,193; the model ends at 8,192 tokens",
     "fit --context 0": "--context",
     "fit --memory=": "--memory: '' is not an amount of memory",
+    "fit --memory 0": "--memory is '0'; give the memory of one GPU",
     "fit --bandwidth 1TB": "--bandwidth needs --memory",
     "fit --memory 1GB --bandwidth 0": "--bandwidth is '0'",
     "fit --memory 1GB --bandwidth fast": "--bandwidth: 'fast' is not an amount",
-    "fit --gpus 0": "--gpus",
-    "fit --model no/such/folder": "there is no no/such/folder; give a config with --model, or the numbers",
+    "fit --gpus 0": "--gpus is 0; give at least 1",
+    "fit --model no/such/folder": "there is no file or folder 'no/such/folder'; give a config with --model",
     "fit --model no-owner/no-model": "fetch it with: hf download no-owner/no-model",
     "fit --model /dev/null": "it is a device",
     "fit hello": "hello",
     # replay
     "replay TRACE --policy fifo": "policy is 'fifo'",
-    "replay TRACE --num-frames 0": "'--num-frames'",
+    "replay TRACE --num-frames 0": "--num-frames is 0; give at least 1",
     "replay TRACE --num-frames 4 --memory 1GiB": "give one of them",
     "replay TRACE --memory 1KiB": "holds no block",
     "replay TRACE --memory much": "--memory: 'much' is not an amount of memory",
     "replay TRACE --tier 1.5x": "--tier is '1.5x'; give frames, such as 65536, or a multiple of the pool, such as 8x",
     "replay TRACE --tier 8x --policy belady": "knows no tier",
+    f"replay TRACE --num-frames {2**51}": "--num-frames is 2251799813685248; give at most 1,125,899,906,842,624",
     "replay FOLDER/none": "FOLDER/none cannot be read: No such file or directory; give a trace",
     "replay FOLDER/file": "line 1",
 }
@@ -206,7 +212,8 @@ def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatc
     objections = ["needs another CPU", "needs float16"]
     picky = registry.Kernel("picky", None, "pagedkv.kernels.reference", lambda case: objections)
     monkeypatch.setattr(registry, "KERNELS", (picky, *registry.KERNELS))
-    assert "picky: needs another CPU; needs float16; " in refused("generate", "--kernels", "picky")
+    said = refused("generate", "--kernels", "picky")
+    assert "--kernels picky cannot serve on cpu: needs another CPU; needs float16; give --kernels auto" in said
 
 
 def test_files_that_hold_no_prompt_are_refused(refused, tmp_path):
@@ -226,6 +233,8 @@ def test_a_bad_environment_variable_is_refused(refused, monkeypatch, tmp_path):
     for number in ("0", " -3 ", "-99999999999999999999"):
         monkeypatch.setenv("NUMBA_NUM_THREADS", number)
         assert f"NUMBA_NUM_THREADS is {int(number)}; set it to a number of threads from 1 on" in refused("generate")
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "x")
+    assert "PAGEDKV_NUM_THREADS is 'x'" in refused("doctor")
     monkeypatch.setenv("PAGEDKV_DEBUG", "9")
     assert "PAGEDKV_DEBUG is '9'" in refused("generate")
 
@@ -242,7 +251,7 @@ def test_a_disk_of_a_tier_that_is_full_or_short_of_a_key_is_refused(refused, tmp
         )
     assert [path for path in tmp_path.iterdir() if path.suffix == ".json"] == []
     monkeypatch.setenv("PAGEDKV_TIER_KEY", "short")
-    assert "key is not 16 to 64 bytes" in refused(*tier)
+    assert "PAGEDKV_TIER_KEY has 5 bytes; set it to 16 to 64" in refused(*tier)
 
 
 # --- lines of a .jsonl ---

@@ -19,9 +19,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from pagedkv.cli.options import Texts, command, option
+from pagedkv.errors import InvalidRequest
 
 AGAIN: Final = 0.05
 """Seconds until a dropped interrupt is raised again."""
+
+_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 Numbers = list[int] | None
 Paths = list[Path] | None
@@ -73,13 +76,17 @@ class _Axes:
     dtype: Annotated[Texts, _several("NAME", "float32, bfloat16, float16")] = None
     kv: Annotated[Texts, _several("NAME", "fp8_e4m3, fp8_e5m2, int8, int4")] = None
     heads: Annotated[Texts, _several("H/K", "Query and kv heads")] = None
-    head_dim: Annotated[Numbers, _several("N", "Of K and V", min=1)] = None
+    head_dim: Annotated[Numbers, _several("N", "Elements of K and V", min=1)] = None
     block_size: Annotated[Numbers, _several("N", "Tokens in a frame", min=1)] = None
     context: Annotated[Numbers, _several("N", "Tokens of a sequence", min=1)] = None
     batch: Annotated[Numbers, _several("N", "Sequences", min=1)] = None
 
     def given(self) -> dict[str, list[Any]]:
-        """Return the values of each axis."""
+        """Return the values of each axis. Raises: InvalidRequest"""
+        for name, allowed in (("dtype", _DTYPES), ("kv", (*_DTYPES, "fp8_e4m3", "fp8_e5m2", "int8", "int4"))):
+            for value in getattr(self, name) or ():
+                if value not in allowed:
+                    raise InvalidRequest(f"--{name} is {value!r}; give one of {', '.join(allowed)}")
         return {name: values or [] for name, values in vars(self).items()}
 
 
@@ -87,7 +94,7 @@ class _Axes:
 class _Machine:
     """The threads and the kernels."""
 
-    threads: Annotated[Numbers, _several("N", "As is: 1, and 2 where there are", min=1, max=1024)] = None
+    threads: Annotated[Numbers, _several("N", "Default: 1, and 2 where there are", min=1, max=1024)] = None
     kernels: Annotated[Texts, option("NAME", "Our kernels to compare; by default all that run there.")] = None
 
 
@@ -95,7 +102,7 @@ class _Machine:
 class _Hosting:
     """A benchmark in which models take steps."""
 
-    turns: Annotated[int | None, option("N", "Each goes through all variants: 5, or 2 with --quick.", min=1)] = None
+    turns: Annotated[int | None, option("N", "Turns of all variants: 5, or 2 with --quick.", min=1)] = None
     shape: Annotated[Texts, _several("BxN", "B sequences of N tokens")] = None
 
 
@@ -118,7 +125,7 @@ class _Every(_Recording):
 class _Managing:
     """Cases of the memory manager."""
 
-    rounds: Annotated[int | None, option("N", "Each goes through all cases: 50, or 5 with --quick.", min=1)] = None
+    rounds: Annotated[int | None, option("N", "Rounds of all cases: 50, or 5 with --quick.", min=1)] = None
     case: Annotated[Texts, _several("TEXT", "Only cases with it in their names")] = None
     peers_python: Annotated[Paths, _several("PYTHON", "One that has vLLM, SGLang or nano-vllm")] = None
     scaling: Annotated[bool, option("", "Instead: a step against pool size and context.", "--scaling")] = False
@@ -130,7 +137,7 @@ class _Attending:
 
     full: Annotated[bool, option("", "The whole grid, half an hour; or two minutes.", "--full/--quick")] = False
     kind: Annotated[Texts, _several("KIND", "Only decode, prefill, write or call")] = None
-    repetitions: Annotated[int, option("N", "Of each variant; variants take turns.", min=1)] = 15
+    repetitions: Annotated[int, option("N", "Repetitions of each variant; variants take turns.", min=1)] = 15
     vllm_python: Annotated[Path | None, option("PATH", "The Python of an environment with vLLM.")] = None
     device: Annotated[str, option("NAME", "cpu; or cuda, in cells of its own.")] = "cpu"
 
@@ -152,7 +159,7 @@ class _Moving:
     """Operations that move bytes."""
 
     case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames or linear")] = None
-    turns: Annotated[int | None, option("N", "Of all operations of a case: 15, or 7 with --quick.", min=1)] = None
+    turns: Annotated[int | None, option("N", "Turns of all operations of a case: 15, or 7 with --quick.", min=1)] = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ class _Tiering:
     part: Annotated[Texts, _several("NAME", "speed, first-token; all if none")] = None
     frame: Annotated[Numbers, _several("N", "KiB of a frame, for speed", min=4, max=1 << 18)] = None
     context: Annotated[Numbers, _several("N", "Tokens of the prompt of first-token", min=64, max=40_000)] = None
-    folder: Annotated[Path | None, option("DIR", "Where the disk tier lies; as is, with temp files.")] = None
+    folder: Annotated[Path | None, option("DIR", "Where the disk tier lies; default: with temporary files.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,14 +283,12 @@ def _bench_vllm(asked: _Hosting, size: _Size, showing: _Showing) -> None:
 def _bench_attention(asked: _Attending, axes: _Axes, machine: _Machine, showing: _Showing) -> None:
     """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
     if asked.device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{asked.device!r} is neither cpu nor cuda", param_hint="--device")
+        raise InvalidRequest(f"--device is {asked.device!r}; give cpu or cuda")
     if asked.device == "cuda":
         cpu_only: dict[str, object] = {**vars(axes), "kind": asked.kind, "threads": machine.threads}
         cpu_only |= {"vllm_python": asked.vllm_python, "plot": showing.plot}
         if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
-            raise typer.BadParameter(
-                f"the cells of a GPU are its own: leave out {', '.join(given)}", param_hint="--device"
-            )
+            raise InvalidRequest(f"--device cuda has cells of its own; leave out {', '.join(given)}")
         from pagedkv.bench.gpu import attention
 
         names = machine.kernels or ["triton", "cuda"]
@@ -342,7 +347,6 @@ def _bench_compare(asked: _Comparing) -> int:
     """Two files of rows, cell by cell. Status 1 if a figure of ours fell by more than the noise."""
     from pagedkv.bench.compare import compared, report
     from pagedkv.bench.record import read
-    from pagedkv.errors import InvalidRequest
 
     changes = compared(read(asked.first), read(asked.second), is_relative=asked.relative)
     if not changes:

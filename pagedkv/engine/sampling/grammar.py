@@ -86,9 +86,10 @@ class Grammars:
                 try:
                     self._own_form = llguidance.LLTokenizer(raw.to_str(), eos_token=ends)
                 except Exception as error:
+                    reason = described(error).partition(": ")[2].partition(": ")[0]  # the rest is a dump of Rust
                     raise InvalidRequest(
-                        f"llguidance cannot use this tokenizer ({described(error)}); a grammar needs byte-level BPE, "
-                        "or SentencePiece with bytes as fallback"
+                        f"llguidance cannot use this tokenizer ({reason}); a grammar needs byte-level BPE, or "
+                        "SentencePiece with bytes as fallback"
                     ) from None
             return self._own_form
 

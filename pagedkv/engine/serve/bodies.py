@@ -102,6 +102,17 @@ MUST: Final = {
 }
 """In words, the fields that have several forms."""
 
+_PLAIN: Final = {
+    r"^\w+ should": "it must",
+    "a valid integer": "an integer",
+    "a valid dictionary": "an object",
+    " valid ": " ",
+    " after validation, not .*": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+"""Phrases of pydantic, and those that a client reads."""
+
 TEXT, LIST, IDS, ROWS = FORMS = ("<text>", "<list>", "<list of ids>", "<list of lists>")
 """The forms of a value, as they stand in the path of an error of pydantic."""
 
@@ -291,7 +302,10 @@ class _TextPart(Asked):
 
 
 class _Message(Asked):
-    """A message of a chat. Other fields that say something are refused: a template would lose them in silence."""
+    """A message of a chat. Other fields that say something are refused: a template would lose them in silence.
+
+    A message of the assistant needs no content: a server sends none for a call of a tool.
+    """
 
     nothing: ClassVar[Values] = {"prefix": (False,)}
 
@@ -304,6 +318,13 @@ class _Message(Asked):
         | None
     ) = None
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_content(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("role", "assistant") != "assistant" and given.get("content") is None:
+            raise PydanticCustomError("no_content", "no content")
+        return given
 
     def as_variables(self) -> dict[str, Any]:
         """Return the message as a chat template reads it: the text parts are joined."""
@@ -433,7 +454,7 @@ def _check_length(prompt: str | list[int], tokenizer: Tokenizer, most: int) -> N
 
 def _in_words(error: ErrorDetails) -> BadBody:
     """Return the error of pydantic as one sentence about one field."""
-    path = [str(part) for part in error["loc"] if part not in FORMS]
+    path = [str(part) for part in error["loc"] if part not in FORMS] + ["content"] * (error["type"] == "no_content")
     where, context = ".".join(path), error.get("ctx", {})
     if error["type"] == "unknown":
         name = context["name"]
@@ -445,14 +466,16 @@ def _in_words(error: ErrorDetails) -> BadBody:
         )
     if not path:
         return BadBody("the body is JSON, but no object; send a JSON object")
-    if error["type"] == "missing":
+    if error["type"] in ("missing", "no_content"):
         return BadBody(f"{where} is missing; give {MUST.get(path[-1], 'it')}", where)
     for number, part in enumerate(path):
         if part in MUST:  # the error is about one of several forms
             where = ".".join(path[: number + 1])
             return BadBody(f"{where} must be {MUST[part]}", where)
     must = "Input should be an object" if error["type"] == "model_type" else error["msg"]
-    return BadBody(f"{_cut(where)} is {_shown(error['input'])}: {must}", _cut(where))
+    for pattern, words in _PLAIN.items():
+        must = re.sub(pattern, words, must)
+    return BadBody(f"{_cut(where)} is {_shown(error['input'])}; {must}", _cut(where))
 
 
 def _shown(value: object) -> str:

@@ -12,7 +12,7 @@ from pagedkv.cli.app import main
     ("options", "text"),
     [
         (("--device", "cuda"), "torch finds no GPU on this machine"),
-        (("--device", "tpu"), "'tpu' is neither cpu nor cuda"),
+        (("--device", "tpu"), "--device is 'tpu'; give cpu or cuda"),
         (("--device", "cuda", "--head-dim", "64", "--batch", "2"), "leave out --head-dim, --batch"),
     ],
 )

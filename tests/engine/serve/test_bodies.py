@@ -199,6 +199,9 @@ def test_a_message_is_replayed_as_any_server_sent_it(server: Server) -> None:
     for content in (None, "", []):
         assert read(ChatBody, json.dumps(chat(content)).encode()).messages[1].as_variables()["content"] == ""
     assert read(ChatBody, b'{"messages": [{"role": "assistant"}]}').messages[0].as_variables()["content"] == ""
+    for message in ({"role": "user"}, {"role": "user", "content": None}, {"role": "system"}):
+        with pytest.raises(BadBody, match=r"messages.0.content is missing; give a text, or a list of parts"):
+            read(ChatBody, json.dumps({"messages": [message]}).encode())
 
 
 # --- large bodies ---
