@@ -9,6 +9,7 @@ A prompt of a .jsonl that cannot be used, or whose request ends with an error, i
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -84,6 +85,7 @@ def run(job: Job) -> int:
     """
     screen, num_samples, as_json = job.screen, job.output.num_samples, job.output.as_json
     printer = None if job.source.many or as_json else _SamplePrinter(num_samples)
+    logging.getLogger("pagedkv.tiers.level").setLevel(logging.ERROR)  # a warning would break the text; see the end
     tasks, engine = _submitted(job, printer)
     with engine:
         if job.source.demo and not as_json:
@@ -103,6 +105,12 @@ def run(job: Job) -> int:
             screen.print()  # a block of text ends with a blank line anyway
         if done and not as_json:
             screen.print(report.table(done, engine))
+        for name, stats in engine.cache.tiers.stats().items():
+            if stats.failed:
+                print(
+                    f"pagedkv: warning: the {name} tier failed for {stats.failed:,} pages: it is down or full",
+                    file=sys.stderr,
+                )
     return int(any(task.error for task in tasks))
 
 
@@ -162,6 +170,7 @@ def load(loading: Loading, screen: Console, **more: Any) -> Engine:
         if int(number or 0) >= (count := torch.cuda.device_count()):
             other = "cpu or cuda:N" if count else "cpu"
             raise InvalidRequest(f"--device is {loading.device!r}; torch finds {count} GPUs here; give {other}")
+    logging.getLogger("pagedkv.tiers").setLevel(logging.WARNING)  # such as a store that is down, also of a server
     limits = {"max_sequences": loading.max_sequences, "prefill_chunk": loading.prefill_chunk, **more.pop("limits", {})}
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext(), naming_options():
         try:

@@ -42,8 +42,6 @@ def option(metavar: str, words: str, *names: str, panel: str | None = None, **li
     return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, **limits)
 
 
-_MOST: Final = {"num_frames": 2**50, "seed": 2**128}  # SamplingParams has the limit of a seed
-
 _kv = partial(option, panel="The KV cache")
 _chat = partial(option, panel="The checkpoint's chat template")
 _sampling = partial(option, panel="Sampling")
@@ -79,14 +77,10 @@ class Loading(Stored):
         Literal["int8", "int4"] | None, option("NAME", "int8 or int4: quantise the linear layers while loading.")
     ] = None
     device: Annotated[str, option("NAME", "cpu, cuda or cuda:N.")] = "cpu"
-    speculate: Annotated[Text, option("HOW", "Guess tokens: prompt-lookup, draft, or a smaller model as --model.")] = (
-        None
-    )
+    speculate: Annotated[Text, option("HOW", "Guess tokens: prompt-lookup, draft, or a smaller model.")] = None
     num_frames: Annotated[Number, _kv("N", "Frames in the pool.", min=1)] = None
     memory: Annotated[Text, _kv("SIZE", "Size of the pool instead, such as 2GiB.")] = None
-    tier: Annotated[
-        Texts, _kv("TIER", "Under the pool: host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.")
-    ] = None
+    tier: Annotated[Texts, _kv("TIER", "host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.")] = None
     kernels: Annotated[str, _kv("NAME", "One that `pagedkv doctor` lists.")] = "auto"
     window: Annotated[Number, _kv("N", "Each token sees the last N: constant memory.", min=1)] = None
     sinks: Annotated[int, _kv("N", "With --window: and the first N, such as 4.", min=0)] = 0
@@ -127,13 +121,9 @@ class Loading(Stored):
 class Prompting:
     """The place of the prompt, and its way through the chat template."""
 
-    dash: Annotated[Text, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as is done for a pipe.")] = (
-        None
-    )
+    dash: Annotated[Text, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as from a pipe.")] = None
     prompt: Annotated[Text, option("TEXT", "The prompt.")] = None
-    prompt_file: Annotated[
-        Path | None, option("FILE", 'A text, or with the ending .jsonl many prompts: {"prompt": "..."} on each line.')
-    ] = None
+    prompt_file: Annotated[Path | None, option("FILE", 'A text; a .jsonl has {"prompt": "..."} on each line.')] = None
     chat: Annotated[bool, _chat("", "The prompt is a user's message; without one, talk.", "--chat")] = False
     system: Annotated[Text, _chat("TEXT", "A system message before the others.")] = None
     template_var: Annotated[Texts, _chat("NAME=VALUE", "For the template: JSON or a text; may be given again.")] = None
@@ -159,9 +149,7 @@ class Sampling:
     json_schema: Annotated[Text, _sampling("FILE", "The text follows it; a file, or the JSON itself.")] = None
     regex: Annotated[Text, _sampling("TEXT", "The text matches it.")] = None
     choice: Annotated[Texts, _sampling("TEXT", "The text is one of these; give it several times.")] = None
-    logit_bias: Annotated[Texts, _sampling("ID=BIAS", "Added to a token's logit, -100 to 100; may be given again.")] = (
-        None
-    )
+    logit_bias: Annotated[Texts, _sampling("ID=BIAS", "Added to a token's logit, -100 to 100; again for more.")] = None
     logprobs: Annotated[Number, _sampling("N", "With --json: log-probabilities of each token and N others.")] = None
 
     def params(self) -> SamplingParams:
@@ -185,9 +173,7 @@ class Output:
 
     num_samples: Annotated[int, option("N", "Outputs for each prompt; they share its frames.", min=1)] = 1
     tenant: Annotated[str, option("NAME", "Only prefixes of this tenant are found.")] = ""
-    as_json: Annotated[
-        bool, option("", "Print one JSON object (a line for each prompt of a .jsonl), no more.", "--json")
-    ] = False
+    as_json: Annotated[bool, option("", "Print one JSON object, or one for each line of a .jsonl.", "--json")] = False
 
 
 @dataclass(frozen=True)
@@ -199,15 +185,10 @@ class Serving:
     name: Annotated[Text, _client("NAME", "Name of the model, for clients.")] = None
     api_key: Annotated[Text, _client("KEY", "Key that clients send; `ps` does not show PAGEDKV_API_KEY.")] = None
     api_keys: Annotated[Path | None, _client("FILE", "`key tenant` in each line, instead of a key.")] = None
-    key_share: Annotated[
-        float,
-        _client(
-            "F", "The most of all running and waiting requests that one of several tenants may have.", min=0.001, max=1
-        ),
-    ] = 0.5
-    shared_priorities: Annotated[
-        bool, _client("", "A priority counts among the requests of all tenants.", "--shared-priorities")
-    ] = False
+    key_share: Annotated[float, _client("F", "Share of all requests for one of several tenants.", min=0.001, max=1)] = (
+        0.5
+    )
+    shared_priorities: Annotated[bool, _client("", "Priorities count across tenants.", "--shared-priorities")] = False
     allowed_host: Annotated[Texts, _client("NAME", "A name that clients ask for; may be given again.")] = None
     max_waiting: Annotated[int, _client("N", "Requests that wait; more are refused.", min=1)] = 256
     max_prompt: Annotated[Number, _client("N", "Tokens of a prompt, at most; else all that fit.", min=1)] = None
@@ -253,9 +234,7 @@ class Geometry:
 class Fitting:
     """The model that should fit, and the memory of GPUs."""
 
-    model: Annotated[
-        Text, option("DIR", "A Hugging Face folder, its config.json, or owner/name in the cache; without, the bundled.")
-    ] = None
+    model: Annotated[Text, option("DIR", "A Hugging Face folder, its config.json, or owner/name in its cache.")] = None
     weights: Annotated[Text, option("NAME", "int8 or int4; or the bytes of all weights, such as 140GB.")] = None
     context: Annotated[Number, option("N", "Tokens of each sequence.", min=1)] = None
     memory: Annotated[Text, option("SIZE", "Memory of one GPU for weights and KV, such as 72GB.")] = None
@@ -381,7 +360,7 @@ def _option(name: str) -> str:
 def _check_most(options: dict[str, Any]) -> None:
     """Raise InvalidRequest for an integer that is too large. --help would show a limit that the framework knows."""
     for name, value in options.items():
-        most = _MOST.get(name, MOST)
+        most = {"num_frames": 2**50, "seed": 2**128}.get(name, MOST)  # SamplingParams has the limit of a seed
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, int) and each > most:
                 raise InvalidRequest(f"{_option(name)} is {each}; give at most {most:,}")

@@ -6,17 +6,19 @@ import errno
 import json
 import os
 
+import pytest
+
 from tests.records import DEMO_ANSWER
 
 PAGES_OF_THE_DEMO = 18
 """Whole pages of its prompt, of 16 tokens each."""
 
 
-def generated(command, *argv):
+def generated(command, *argv, warning=""):
     """Run the demo, which must give its answer, and return how many tokens of the prompt were found."""
     status, out, err = command("generate", "--json", *argv)
     found = json.loads(out)
-    assert (status, err, found["text"]) == (0, "", DEMO_ANSWER)
+    assert (status, err[: len(warning) or None], found["text"]) == (0, warning, DEMO_ANSWER)
     return found["usage"]["cached_tokens"]
 
 
@@ -36,6 +38,13 @@ def test_a_disk_that_runs_full_costs_its_pages_and_no_text(command, tmp_path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert generated(command, "--tier", f"disk:64MiB:{tmp_path}") == 0
+    warning = "pagedkv: warning: the disk tier failed for "
+    assert generated(command, "--tier", f"disk:64MiB:{tmp_path}", warning=warning) == 0
     monkeypatch.undo()
     assert generated(command, "--tier", f"disk:64MiB:{tmp_path}") == 0
+
+
+def test_a_store_that_is_down_is_one_warning_on_stderr(command):
+    pytest.importorskip("redis", reason="redis is not installed: pip install 'pagedkv[redis]'")
+    warning = "pagedkv: warning: the redis tier failed for "
+    assert generated(command, "--tier", "redis:64MiB:redis://127.0.0.1:1", warning=warning) == 0

@@ -24,8 +24,6 @@ from pagedkv.errors import InvalidRequest
 AGAIN: Final = 0.05
 """Seconds until a dropped interrupt is raised again."""
 
-_DTYPES: Final = ("float32", "bfloat16", "float16")
-
 Numbers = list[int] | None
 Paths = list[Path] | None
 
@@ -83,10 +81,9 @@ class _Axes:
 
     def given(self) -> dict[str, list[Any]]:
         """Return the values of each axis. Raises: InvalidRequest"""
-        for name, allowed in (("dtype", _DTYPES), ("kv", (*_DTYPES, "fp8_e4m3", "fp8_e5m2", "int8", "int4"))):
-            for value in getattr(self, name) or ():
-                if value not in allowed:
-                    raise InvalidRequest(f"--{name} is {value!r}; give one of {', '.join(allowed)}")
+        allowed = "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"
+        if unknown := [value for value in self.kv or () if value not in allowed]:
+            raise InvalidRequest(f"--kv is {unknown[0]!r}; give one of {', '.join(allowed)}")
         return {name: values or [] for name, values in vars(self).items()}
 
 

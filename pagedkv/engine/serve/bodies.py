@@ -105,7 +105,6 @@ MUST: Final = {
 _PLAIN: Final = {
     r"^\w+ should": "it must",
     "a valid integer": "an integer",
-    "a valid dictionary": "an object",
     " valid ": " ",
     " after validation, not .*": "",
     "greater than or equal to": "at least",
@@ -302,10 +301,7 @@ class _TextPart(Asked):
 
 
 class _Message(Asked):
-    """A message of a chat. Other fields that say something are refused: a template would lose them in silence.
-
-    A message of the assistant needs no content: a server sends none for a call of a tool.
-    """
+    """A message of a chat. Other fields that say something are refused: a template would lose them in silence."""
 
     nothing: ClassVar[Values] = {"prefix": (False,)}
 
@@ -322,6 +318,7 @@ class _Message(Asked):
     @model_validator(mode="before")
     @classmethod
     def _has_content(cls, given: Any) -> Any:
+        """Raise for a missing content. A message of the assistant needs none: servers send none beside tool calls."""
         if isinstance(given, dict) and given.get("role", "assistant") != "assistant" and given.get("content") is None:
             raise PydanticCustomError("no_content", "no content")
         return given
