@@ -185,9 +185,7 @@ class Serving:
     name: Annotated[Text, _client("NAME", "Name of the model, for clients.")] = None
     api_key: Annotated[Text, _client("KEY", "Key that clients send; `ps` does not show PAGEDKV_API_KEY.")] = None
     api_keys: Annotated[Path | None, _client("FILE", "`key tenant` in each line, instead of a key.")] = None
-    key_share: Annotated[float, _client("F", "Share of all requests for one of several tenants.", min=0.001, max=1)] = (
-        0.5
-    )
+    key_share: Annotated[float, _client("F", "Share of all requests for one of many tenants.", min=0.001, max=1)] = 0.5
     shared_priorities: Annotated[bool, _client("", "Priorities count across tenants.", "--shared-priorities")] = False
     allowed_host: Annotated[Texts, _client("NAME", "A name that clients ask for; may be given again.")] = None
     max_waiting: Annotated[int, _client("N", "Requests that wait; more are refused.", min=1)] = 256

@@ -105,6 +105,7 @@ MUST: Final = {
 _PLAIN: Final = {
     r"^\w+ should": "it must",
     "a valid integer": "an integer",
+    "a valid dictionary": "an object",
     " valid ": " ",
     " after validation, not .*": "",
     "greater than or equal to": "at least",
