@@ -83,6 +83,7 @@ def _bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of connections, too: a client may vanish
         sock.bind(address)
     except (OSError, UnicodeError) as error:  # the latter for names with empty or long parts
         reason = getattr(error, "strerror", None) or "this is no name of a host"
