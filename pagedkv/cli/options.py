@@ -299,7 +299,7 @@ _WANTED: Final = {
     r"(?:greater than or equal to |x>=)([\d.]*\d)": "at least {}",
     r"(?:less than or equal to |x<=)([\d.]*\d)": "at most {}",
 }
-"""What to give, by the error of the framework; older typer has the errors of click."""
+"""The remedy for each error of the framework; older typer has the errors of click."""
 
 
 class _Command(_Help, TyperCommand):
