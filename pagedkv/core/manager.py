@@ -568,7 +568,7 @@ class MemoryManager(ThreadGuard):
         hard:      the most frames of the tenant. A plan beyond it evicts the tenant's own cached frames, and is refused
                    if they do not suffice.
         soft:      above it, the tenant's cached frames are evicted before those of tenants below their soft quota.
-        protected: so many frames of the tenant are not evicted for other tenants.
+        protected: number of the tenant's frames that are not evicted for other tenants.
         Raises: InvalidRequest for numbers that make no sense, or for the first quota of a tenant that holds frames
                 already
         """

@@ -36,7 +36,7 @@ View discarded_lse(int64_t T, int64_t H) {
     return {reinterpret_cast<char*>(scratch.data()), {H * 4, 4, 0}};
 }
 
-// The rules that join several tensors, beside those of each (contract.py): checks.attention has them in words.
+// The rules that join several tensors, next to those of each (checks.py): checks.attention has them in words.
 bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
     const Tensor &q = t[Q], &k = b.tensors[BOUND_K];
     Sizes sizes;

@@ -105,7 +105,7 @@ class _Hosting:
 
 @dataclass(frozen=True)
 class _Engines:
-    """Other engines beside the reference engine."""
+    """Other engines next to the reference engine."""
 
     peers_python: Annotated[Paths, _several("PYTHON", "One that has OpenVINO GenAI or llama.cpp")] = None
 
@@ -136,7 +136,7 @@ class _Attending:
     kind: Annotated[Texts, _several("KIND", "Only decode, prefill, write or call")] = None
     repetitions: Annotated[int, option("N", "Repetitions of each variant; variants take turns.", min=1)] = 15
     vllm_python: Annotated[Path | None, option("PATH", "The Python of an environment with vLLM.")] = None
-    device: Annotated[str, option("NAME", "cpu; or cuda, in cells of its own.")] = "cpu"
+    device: Annotated[str, option("NAME", "cpu; or cuda, with its own cells.")] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _bench_attention(asked: _Attending, axes: _Axes, machine: _Machine, showing:
         cpu_only: dict[str, object] = {**vars(axes), "kind": asked.kind, "threads": machine.threads}
         cpu_only |= {"vllm_python": asked.vllm_python, "plot": showing.plot}
         if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
-            raise InvalidRequest(f"--device cuda has cells of its own; leave out {', '.join(given)}")
+            raise InvalidRequest(f"--device cuda has its own cells; leave out {', '.join(given)}")
         from pagedkv.bench.gpu import attention
 
         names = machine.kernels or ["triton", "cuda"]

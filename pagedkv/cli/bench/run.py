@@ -124,9 +124,9 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def every(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | None) -> int:
-    """Run every benchmark that can run here, each in a process of its own. Return 1 if one of them failed.
+    """Run every benchmark that can run here, each in its own process. Return 1 if one of them failed.
 
-    A process of its own gives each its threads and all of the memory. The rows are kept by the benchmarks themselves.
+    Its own process gives each its threads and all of the memory. The rows are kept by the benchmarks themselves.
     """
     Shown(as_json, keep)
     if unknown := [name for name in only if name not in NAMES]:
@@ -140,7 +140,7 @@ def every(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | No
             size = ["--quick"] if is_quick else ["--full"] if name == "attention" else []  # its grid is an option
             words = [*size, *(["--record", str(keep)] if keep else [])]
             command = [sys.executable, "-m", "pagedkv", "bench", name, "--json", *words]
-            # a process group of its own: a terminal sends Ctrl-C to us alone, and the benchmark gets it once
+            # its own process group: a terminal sends Ctrl-C to us alone, and the benchmark gets it once
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
                 try:
                     out, _ = process.communicate()

@@ -2,7 +2,7 @@
 
 speculation      what a step does with drafts; a drafter's protocol
 prompt_lookup    guesses copied from the text itself
-draft_model      guesses of a smaller model with a cache of its own
+draft_model      guesses of a smaller model with its own cache
 drafters         the choice between the two by name
 """
 

@@ -30,5 +30,5 @@ class Limits:
 
     @property
     def chunk(self) -> int:
-        """The most tokens of a sequence in a step, beside drafts."""
+        """The most tokens of a sequence in a step, without drafts."""
         return min(self.prefill_chunk or self.max_batch_tokens, self.max_batch_tokens)

@@ -319,7 +319,7 @@ class _Message(Asked):
     @model_validator(mode="before")
     @classmethod
     def _has_content(cls, given: Any) -> Any:
-        """Raise for a missing content. A message of the assistant needs none: servers send none beside tool calls."""
+        """Raise for a missing content. A message of the assistant needs none: servers send none with tool calls."""
         if isinstance(given, dict) and given.get("role", "assistant") != "assistant" and given.get("content") is None:
             raise PydanticCustomError("no_content", "no content")
         return given
