@@ -374,7 +374,7 @@ def test_what_cannot_be_published_is_refused(ports: tuple[int, int], monkeypatch
     mm = MemoryManager(4, 4, events=4)
     with pytest.raises(InvalidRequest, match="give 'map', 'digests', 'array'"):
         EventPublisher(mm, form="json")
-    with pytest.raises(InvalidRequest, match=r"give addresses such as tcp://\*:5557"):
+    with pytest.raises(InvalidRequest, match=r"give one such as tcp://\*:5557"):
         EventPublisher(mm, "tcp://*:nowhere")
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, "pagedkv.integrations.zmq_events")
