@@ -234,7 +234,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def used_slots(batch: PagedBatch, block_size: int) -> Tensor:
-    """Return int64 [n]: the slots of all tokens of all sequences with queries, without punched pages."""
+    """Return int64 [n]: the slots of all tokens of all sequences with queries, without holes."""
     starts, slots = batch.cu_seqlens_q.tolist(), []
     for b, n in enumerate(batch.seq_lens.tolist()):
         row = batch.block_table[b if batch.rows is None else int(batch.rows[b])].tolist()

@@ -2,7 +2,7 @@
 holes, for kernels that know none.
 
     row j of sequence b  =  the vector of the token at position first[b] + j, times its scale, rounded once
-                            0 where there is no token: before 0, from seq_lens[b] on, in a punched page
+                            0 where there is no token: before 0, from seq_lens[b] on, in a hole
 
 Grid      (rows, groups of HEADS kv heads). Rows of packed results that no token has are skipped.
 Program   looks up the sequence of its row by a binary search in `starts` (packed results) and the frame of its token in
@@ -178,7 +178,7 @@ def _present_kernel(
 def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
     """Return the tables without holes and, of each sequence: the tokens that are present, 0, and whether it is lost.
 
-    A sequence is lost if a page of its new tokens is punched. With a `prefix`, it is lost, too, if its new tokens do
+    A sequence is lost if a page of its new tokens is a hole. With a `prefix`, it is lost, too, if its new tokens do
     not begin at token b * max_seqlen_q, or if it has not `prefix` tokens before them.
 
     Shapes: int32 [B, P], entries past the last page of a sequence hold anything; int32 [3, B]

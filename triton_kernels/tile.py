@@ -11,7 +11,7 @@
 
     overlap            if SPEC.overlapped, s of the next tile is multiplied under the softmax of a tile (WGMMA on sm_90)
     tree mask          of bytes, loaded as [M, N]; with `split_tokens`, as a word of N bits for each row
-    never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every
+    never read         a key at or past `end`, a key of a hole (-1), a table entry past the last page: every
                        load is masked, and a masked value is 0, so that 0 * NaN cannot happen
     hidden values      a row that does not see a key still multiplies its value by p = 0. If SPEC.mixed, rows of a tile
                        see different keys; if a result is NaN then, the keys are walked again: values that are not
@@ -179,7 +179,7 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
         q_parts = scaled_queries(q_parts[0], q_parts[1], SPEC)
     state = _no_keys(SPEC)
     middle = first
-    if SPEC.edges:  # all rows see the keys before `middle`, but for punched pages
+    if SPEC.edges:  # all rows see the keys before `middle`, but for those of holes
         seen_by_all = end
         if SPEC.right:
             seen_by_all = tl.minimum(end, tl.min(rows[0], 0) + rows[5] + 1)

@@ -23,7 +23,7 @@
 //           stages, and which bytes the L2 cache drops first.
 //           docs/explanation/h200.md has the figures.
 //
-// Never read: slots >= seq_lens[b], table entries after the last page, punched pages. They may hold NaN and frame
+// Never read: slots >= seq_lens[b], table entries after the last page, holes. They may hold NaN and frame
 // numbers outside the pool.
 #include "merge.cuh"
 #include "params.h"

@@ -5,11 +5,11 @@
 // PAGE_RUNS 1, 2   every 16 keys of a tile lie in one page: block_size and split_tokens are multiples of 16, and tiles
 //                  begin at such. A run of 16 keys has one frame and one address, to which rows add a step; 2: rows
 //                  follow one another without gaps, so the step is a constant. Only a run that is not whole (the last
-//                  of a sequence, a punched page) asks for each row whether it exists.
+//                  of a sequence, a hole) asks for each row whether it exists.
 // PAGE_RUNS 0      a lane looks up the frames of the keys `lane` and `lane + 32`. It turns frames into byte offsets,
 //                  and shuffles pass each offset to the lanes that copy the row.
 //
-// A key past the end, or of a punched page (-1), is not read: zeros land instead, and a bit marks the key as absent.
+// A key past the end, or of a hole (-1), is not read: zeros land instead, and a bit marks the key as absent.
 #pragma once
 
 #include "params.h"

@@ -52,7 +52,7 @@ int32_t entry(const Tensor& t, int64_t i) { return reinterpret_cast<const int32_
 
 // The rules of checks.table_values for all that a kernel follows: memory on the CPU can be read without waiting for a
 // device, so a call never reads or writes outside of its tensors, as their shapes and strides
-// tell. The entry of a punched page is -1.
+// tell. The entry of a hole is -1.
 // O(sequences + pages).
 bool names_what_is_there(const Binding& b, const Tensor* t, int64_t max_q, int64_t max_k) {
     const Tensor &table = t[BLOCK_TABLE], &rows = t[ROWS], &causal = t[CAUSAL_OF];

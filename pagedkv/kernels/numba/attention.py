@@ -17,7 +17,7 @@ Threads        take units from a counter. If the keys of a group of units were c
                and the unit that finishes last folds the states in the order of their keys. With `split_tokens` the
                chunks are given, so neither the rest of the batch nor the number of threads changes a bit.
 
-Never read: keys beyond seq_lens, slots of punched pages, padded table entries. The loops raise nothing: the arguments
+Never read: keys beyond seq_lens, slots of holes, padded table entries. The loops raise nothing: the arguments
 were checked, and `is_in_bounds` looked at the tables. LLVM may reorder and contract sums in the functions marked FAST,
 which makes vectors of them. The folding of states is compiled without FAST, so its bits are the same everywhere.
 """
