@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 JOBS   ?= 3
+SINCE  ?= HEAD
 OUT    ?= gpu-results
 TRANSFORMERS ?= 5.14.1
 TRITON ?= 3.7.1
@@ -38,7 +39,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
+.PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
 	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check \
 	gpu gpu-sanitize docs wheel constraints clean FORCE
 
@@ -51,6 +52,9 @@ demo: $(STAMPS)/base ## install the package and its engine, and answer a questio
 test: $(STAMPS)/dev ## check, then the tests that take seconds
 	@$(SIDE_BY_SIDE) compiled $(CHECKS)
 	@$(PYTEST)
+
+changed: $(STAMPS)/dev compiled ## the tests of what was edited since a commit (SINCE=HEAD)
+	@$(PYTEST) $$($(BIN)/python -m tests.changed $(SINCE))
 
 test-all: $(STAMPS)/dev ## check, then all tests but those that need a GPU
 	@$(SIDE_BY_SIDE) compiled $(CHECKS)
