@@ -1,114 +1,148 @@
-"""Charts of kept rows by matplotlib: bars in groups, and lines or points over two axes. Ours is blue everywhere."""
+"""Charts of level bars as SVG, light and dark, each bar with its spread and its figure.
+
+A colour has one meaning in all charts: blue is ours, light blue is ours in a second form, grey is the work of others.
+Figures stand in a column of their own, so that no line runs through them. A picture narrower than NARROW px has larger
+letters, and the layout leaves room for these.
+"""
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pagedkv.errors import InvalidRequest
 
-COLOURS: Final = {"ours": "#0b5fc0", "also": "#5b93d6", "peer": "#8a94a0", "bound": "#1c2128"}
-OTHERS: Final = ("#c2570c", "#0b7a6b", "#8250c4", "#8a6d00")
-"""The colours of series that have no kind."""
+WIDTH: Final = 720
+ROW: Final = 22
+LETTER: Final = 10.6
+"""The widest mean letter: that of a picture narrower than NARROW px."""
+NARROW: Final = 480
+MOST_TICKS: Final = 5
+STYLE: Final = f"""
+:root{{--ink:#1c2128;--dim:#57606a;--grid:#d0d7de;--ours:#0b5fc0;--also:#79aeea;--peer:#959da6}}
+@media (prefers-color-scheme:dark){{
+:root{{--ink:#e6edf3;--dim:#9ea7b3;--grid:#343b44;--ours:#3d8bf0;--also:#2b5f9e;--peer:#6e7681}}}}
+text{{font:15px ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;fill:var(--ink)}}
+@media (max-width:{NARROW}px){{text{{font-size:18px}}}}
+.head{{font-weight:700}}.dim{{fill:var(--dim)}}.end{{text-anchor:end}}.mid{{text-anchor:middle}}
+path{{fill:none;stroke:var(--ink)}}.grid{{stroke:var(--grid)}}.bound{{stroke-dasharray:5 4}}.mark{{stroke-width:2}}
+.ours{{fill:var(--ours)}}.also{{fill:var(--also)}}.peer{{fill:var(--peer)}}
+"""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar. kind: its colour: "ours", "also" (a second one of ours), "peer". group: its heading. label: behind it."""
+    """A bar from 0 to its value, with the ends of its spread.
+
+    label: the figure in words. kind: "ours", "also" or "peer". group: its heading. published: a value of the
+    literature, marked by a diamond
+    """
 
     name: str
     value: float
+    low: float
+    high: float
+    label: str
     kind: str = "peer"
     group: str = ""
-    label: str = ""
-
-
-@dataclass(frozen=True)
-class Series:
-    """A series of points (x, y). kind: a colour of COLOURS, or "" for the next one. is_line: points are joined."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    kind: str = ""
-    is_line: bool = True
+    published: float | None = None
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its title, its height in inches, and the function that draws it on axes of matplotlib."""
+    """A chart: its title, and SVG of a known height."""
 
     title: str
     height: float
-    draw: Callable[[Any], None]
+    svg: str
 
 
-def bars(title: str, given: Sequence[Bar], *, unit: str = "", bound: float | None = None) -> Chart:
-    """Return a chart of horizontal bars, each with its figure behind it. bound: a value marked by a dashed line."""
-    places, at, group = list[float](), 0.0, None
+def _text(x: float, y: float, words: str, kind: str = "") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}">{escape(words)}</text>'
+
+
+def _path(drawn: str, kind: str = "") -> str:
+    return f'<path d="{drawn}" class="{kind}"/>'
+
+
+def _column(words: str, top: float, kind: str) -> list[str]:
+    """Return words in as many lines as they need, the first one below `top`."""
+    lines = [""]
+    for word in words.split():
+        if LETTER * len(f"{lines[-1]} {word}") > WIDTH:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return [_text(0, top + ROW * (i + 1) - 6, line, kind) for i, line in enumerate(lines)]
+
+
+def _ticks(most: float) -> list[float]:
+    """Return round values from 0 on, none above `most`."""
+    least = (most or 1) / MOST_TICKS
+    power = 10 ** math.floor(math.log10(least))
+    step = next(step * power for step in (1, 2, 5, 10) if step * power >= least)
+    return [step * i for i in range(math.floor(most / step) + 1)]
+
+
+def bars(title: str, given: Sequence[Bar], *, unit: str, bound: tuple[str, float] | None = None) -> Chart:
+    """Return a chart of bars. bound: the name and the value of a dashed line."""
+    texts = _column(title, 0, "head")
+    left = 12 + LETTER * max(len(bar.name) for bar in given)
+    right = WIDTH - 18 - LETTER * max(len(bar.label) for bar in given)
+    most = max([*(max(bar.high, bar.published or 0) for bar in given), bound[1] if bound else 0])
+    top = ROW * len(texts) + (ROW if bound else 4)
+    y, group, rows = float(top), "", list[str]()
+
+    def at(value: float) -> float:
+        return left + (right - left) * value / (most or 1)
+
     for bar in given:
-        at += 1.7 if bar.group != group else 1
-        group = bar.group
-        places.append(at)
-
-    def draw(axes: Any) -> None:
-        axes.barh(places, [bar.value for bar in given], 0.7, color=[COLOURS[bar.kind] for bar in given])
-        axes.set_yticks(places, [bar.name for bar in given])
-        axes.set_ylim(at + 0.6, places[0] - (1.2 if given[0].group else 0.6))
-        for place, bar, before in zip(places, given, (None, *given), strict=False):
-            words = f" {bar.label or f'{bar.value:,.3g} {unit}'}"
-            axes.annotate(words, (bar.value, place), va="center", size="small")
-            if bar.group and bar.group != getattr(before, "group", None):
-                axes.annotate(bar.group, (0, place - 0.75), va="center", size="small", weight="bold")
-        if bound is not None:
-            axes.axvline(bound, color=COLOURS["bound"], linestyle="--")
-        axes.margins(x=0.2)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(unit)
-
-    return Chart(title, 1 + 0.26 * at, draw)
+        if bar.group != group:
+            y, group = y + (ROW + 4 if bar.group else 8), bar.group
+            rows.append(_text(0, y - 6, group, "head"))
+        rows += _row(bar, y, left, at)
+        y += ROW
+    lines = [_path(f"M{at(value):.1f},{top}V{y + 4:.0f}", "grid") for value in _ticks(most)]
+    names = [_text(at(value), y + 20, f"{value:,.10g}", "dim mid") for value in _ticks(most)]
+    if bound:
+        names.append(_path(f"M{at(bound[1]):.1f},{top - 2}V{y + 4:.0f}", "bound"))
+        names.append(_text(at(bound[1]), top - 6, bound[0], "mid"))
+    return Chart(title, y + 28, "\n".join([*texts, *lines, *rows, *names, _text(WIDTH, y + 20, unit, "dim end")]))
 
 
-def lines(title: str, given: Sequence[Series], *, x: str, y: str, is_log: str = "") -> Chart:
-    """Return a chart of lines and points. x, y: names of the axes. is_log: "x", "y" or "xy"."""
-
-    def draw(axes: Any) -> None:
-        others, shapes = itertools.cycle(OTHERS), itertools.cycle("osD^v")
-        for series in given:
-            colour = COLOURS.get(series.kind) or next(others)
-            style = "--" if series.kind == "bound" else "-" if series.is_line else ""
-            mark = "" if series.kind == "bound" else next(shapes)
-            axes.plot(*zip(*series.points, strict=True), color=colour, linestyle=style, marker=mark, label=series.name)
-        for letter, scale in (("x", axes.set_xscale), ("y", axes.set_yscale)):
-            if letter in is_log:
-                scale("log")
-        if "y" not in is_log:
-            axes.set_ylim(bottom=0)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-
-    return Chart(title, 4, draw)
+def _row(bar: Bar, y: float, left: float, at: Callable[[float], float]) -> list[str]:
+    """Return a bar at the height y, its name before it and its figure in the last column."""
+    middle, width = y + ROW / 2, max(2, at(bar.value) - left)
+    drawn = [
+        _text(left - 8, middle + 5, bar.name, "end"),
+        f'<rect x="{left:.0f}" y="{y + 3:.0f}" width="{width:.1f}" height="{ROW - 6}" class="{bar.kind}"/>',
+        _path(f"M{at(bar.low):.1f},{middle - 4:.0f}v8m0,-4H{at(bar.high):.1f}m0,-4v8"),
+        _text(WIDTH, middle + 5, bar.label, "end"),
+    ]
+    if bar.published is not None:
+        drawn.append(_path(f"M{at(bar.published):.1f},{middle - 6:.0f}l6,6l-6,6l-6,-6z", "mark"))
+    return drawn
 
 
-def write(charts: Sequence[Chart], path: Path) -> None:
-    """Write the charts, one below the other, to a file of a format of matplotlib: .svg, .png, .pdf.
+def write(charts: Sequence[Chart], path: Path, caption: str) -> None:
+    """Write the charts, one below the other, and a caption below them, to an SVG file.
 
-    Raises: InvalidRequest without matplotlib, or if the file cannot be written
+    Raises: InvalidRequest if the file cannot be written
     """
+    top, parts = 0.0, list[str]()
+    for chart in charts:
+        parts.append(f'<g transform="translate(0,{top:.0f})">{chart.svg}</g>')
+        top += chart.height + 10
+    below = _column(caption, top, "dim")
+    height, title = top + ROW * len(below), escape("; ".join(chart.title for chart in charts))
+    box = f"-8 0 {WIDTH + 16} {height:.0f}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img" aria-labelledby="t">'
+    head += f'<title id="t">{title}</title><style>{STYLE}</style>'
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]") from None
-    figure = Figure(figsize=(9, sum(chart.height for chart in charts)), layout="constrained")
-    every = figure.subplots(len(charts), squeeze=False, height_ratios=[chart.height for chart in charts])
-    for chart, axes in zip(charts, every[:, 0], strict=True):
-        chart.draw(axes)
-        axes.set_title(chart.title, loc="left", size="medium", weight="bold")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as why:
-        raise InvalidRequest(f"--plot {path}: the picture cannot be written: {why}; name another file") from None
+        path.write_text("\n".join([head, *parts, *below, "</svg>\n"]), encoding="utf-8")
+    except OSError as why:
+        text = f"--plot {path}: the picture cannot be written: {why.strerror}; name another file"
+        raise InvalidRequest(text) from None

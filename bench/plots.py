@@ -1,163 +1,127 @@
-"""The charts of each benchmark, drawn from its rows by `--plot FILE`. A chart without rows is left out."""
+"""The charts of a benchmark's rows: `--plot FILE.svg` draws those of one run.
+
+A bar is the median of the runs of its cell. Its whisker goes from the least run to the greatest; if there is one run,
+from its least turn to its greatest.
+"""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from pagedkv.bench.chart import Bar, Chart, Series, bars, lines
-from pagedkv.bench.record import Row, axes_of, of_layers
+from pagedkv.bench.chart import Bar, Chart, bars
+from pagedkv.bench.compare import LARGER_IS_BETTER
+from pagedkv.bench.record import Row, axes_of
 
-SIZED: Final = re.compile(r"step of (\d+) sequences, ([\d,]+) (frames, free|frames, all cached|tokens of context)")
-LINES: Final = {
-    "frames, free": "free frames", "frames, all cached": "all cached: a page evicts one",
-    "tokens of context": "pagedkv",
+SPREAD: Final = "Bar: the median run. Whisker: the least and the greatest run; of one run, its turns."
+NAMES: Final = {
+    "cpu": "pagedkv", "sdpa": "torch SDPA", "vllm": "vLLM", "vLLM KVCacheManager": "vLLM",
+    "nano-vllm BlockManager": "nano-vllm", "SGLang RadixCache": "SGLang",
 }  # fmt: skip
-
-
-def charts(name: str, rows: Sequence[Row]) -> list[Chart]:
-    """Return the charts of a benchmark for which there are rows."""
-    measured = [row for row in rows if row["median"] is not None]
-    return [chart for chart in CHARTS[name](measured) if chart]
-
-
-def _bars(rows: Iterable[Row], title: str, *, value: str = "median", unit: str = "", bound: float | None = None) -> Any:
-    """Return a chart of rows that have the field `value`, grouped by their axes."""
-    given = [
-        Bar(
-            row["variant"], row[value], _kind(row["variant"]), group_of(row), f"{row[value]:,.3g} {unit or row['unit']}"
-        )
-        for row in rows
-        if value in row
-    ]
-    return bars(title, given, unit=unit, bound=bound) if given else None
-
-
-def _kind(variant: str) -> str:
-    if variant in ("pagedkv", "pages", "cpu"):
-        return "ours"
-    return "also" if variant.startswith(("pagedkv", "pages", "numba")) else "peer"
-
-
-def group_of(row: Row) -> str:
-    """Return the axes of a row in words."""
-    if "batch" in row:
-        return f"{row['batch']} × {row['context']:,} tokens{of_layers(row)}"
-    axes = (
-        str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value:,}"
-        for name, value in axes_of(row).items()
-    )
-    return ", ".join(axes)
-
-
-def _of(rows: Iterable[Row], case: str) -> list[Row]:
-    return [row for row in rows if row["case"] == case]
-
-
-def _series(found: dict[str, list[tuple[float, float]]]) -> list[Series]:
-    return [Series(name, sorted(points), "ours" if name == "pagedkv" else "") for name, points in found.items()]
-
-
-def _manager(rows: list[Row]) -> Iterable[Chart | None]:
-    shared = {row["case"] for row in rows if row["variant"] != "pagedkv"}
-    for unit, title in (("us", "A decode step"), ("ns", "One block"), ("bytes", "Memory of a block")):
-        found = [row | {"unit": row["case"]} for row in rows if row["unit"] == unit and row["case"] in shared]
-        given = [Bar(row["variant"], row["median"], _kind(row["variant"]), row["case"]) for row in found]
-        yield bars(title, given, unit=unit) if given else None
-    sizes: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if match := SIZED.match(row["case"]):
-            sizes.setdefault(match[3], []).append((float(match[2].replace(",", "")), row["median"]))
-    for x, names in (("frames in the pool", list(LINES)[:2]), ("tokens of context, each sequence", list(LINES)[2:])):
-        given = _series({LINES[name]: sizes[name] for name in names if name in sizes})
-        title = f"The cost of a decode step against {x}"
-        yield lines(title, given, x=x, y="µs a step", is_log="x") if given else None
-
-
-def _attention(rows: list[Row]) -> Iterable[Chart | None]:
-    most = max((row["cell"]["threads"] for row in rows), default=0)
-    rows = [row for row in rows if row["cell"]["threads"] == most]
-    shown = [row for row in _of(rows, "decode") if row["variant"] in ("cpu", "sdpa", "vllm")]
-    yield _bars(shown, "Decode: speed of reading KV over that of a bare read", value="efficiency", unit="×", bound=1)
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in _of(rows, "decode"):
-        cell = row["cell"]
-        flops = 4 * cell["heads"] * cell["head_dim"] * cell["batch"] * cell["context"]
-        point = flops / (row["gb_per_s"] * row["median"] * 1e3), flops / row["median"] / 1e3
-        points.setdefault(row["variant"], []).append(point)
-    speeds = [row["gb_per_s"] for row in _of(rows, "decode") if row["variant"] == "ceiling"]
-    points.pop("ceiling", None)
-    yield _roofline("Roofline of decode attention", points, statistics.median(speeds) if speeds else None)
-
-
-def _roofline(title: str, points: dict[str, list[tuple[float, float]]], speed: float | None) -> Chart | None:
-    every = [x for some in points.values() for x, _ in some]
-    if not every or speed is None:
-        return None
-    roof = Series(
-        f"a bare read, {speed:.0f} GB/s", [(x, x * speed) for x in (min(every) / 1.1, max(every) * 1.1)], "bound"
-    )
-    marks = [
-        Series(name, sorted(some), "ours" if name in ("cpu", "pagedkv") else "", False) for name, some in points.items()
-    ]
-    return lines(title, [roof, *marks], x="operations per byte that had to move", y="GFLOP/s", is_log="xy")
-
-
-def _bandwidth(rows: list[Row]) -> Iterable[Chart | None]:
-    most = max((row["threads"] for row in rows if "threads" in row), default=None)
-    rows = [row for row in rows if row.get("threads") == most]
-    shown = [
-        row for row in rows if row["case"] not in ("state", "ceiling") and row["variant"] in ("pagedkv", "torch", "cpu")
-    ]
-    yield _bars(_of(rows, "ceiling"), "Speed of memory by access pattern")
-    yield _bars(shown, "Operations over the speed of memory", value="efficiency", unit="×", bound=1)
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if "flop_per_byte" in row:
-            points.setdefault(row["variant"], []).append((row["flop_per_byte"], row["flop_per_byte"] * row["median"]))
-    speed = next((row["median"] for row in _of(rows, "state") if row["bound"] == "read"), None)
-    yield _roofline("Roofline of decode attention and linear operations", points, speed)
-
-
-def _fragmentation(rows: list[Row]) -> Iterable[Chart | None]:
-    useful = [row for row in _of(rows, "useful") if "blocks of" not in row["variant"]]
-    yield _bars(useful, "KV memory that holds tokens, while requests wait: more is better", unit="%")
-    waste: dict[str, list[tuple[float, float]]] = {}
-    for row in _of(rows, "waste"):
-        size = float(re.sub(r"\D", "", row["variant"]) or 16)
-        waste.setdefault(row["workload"], []).append((size, row["median"]))
-    some = _series({name: points for name, points in waste.items() if len(points) > 1})
-    title = "Slots of mapped frames that hold no token, against the block size"
-    yield lines(title, some, x="tokens in a block", y="% of mapped slots", is_log="x") if some else None
-    bursts = [row for row in _of(rows, "useful") if row["workload"] == "bursts"]
-    over_time = _series({row["variant"]: [(at[0], at[1]) for at in row["over_time"]] for row in bursts})
-    title = "Bursts of 40 requests: KV memory that holds tokens, over time"
-    yield lines(title, over_time, x="steps", y="% of the memory") if over_time else None
-    yield _bars(_of(rows, "saved"), "Frames that sharing saves, of those without sharing", unit="%")
-
-
-def _tiers(rows: list[Row]) -> Iterable[Chart | None]:
-    for way, title in (("store", "Pages stored"), ("load", "Pages loaded")):
-        found: dict[str, list[tuple[float, float]]] = {}
-        for row in _of(rows, way):
-            found.setdefault(f"{row['tier']}: {row['variant']}", []).append((row["frame"] / 1024, row["median"]))
-        yield lines(title, _series(found), x="KiB of a frame", y="GB/s", is_log="x") if found else None
-    yield _bars(_of(rows, "first token"), "Seconds to the first token, by the place of the prefix")
-
-
-def _generate(rows: list[Row]) -> Iterable[Chart | None]:
-    title = "A decode step over the time in which memory gives its bytes"
-    yield _bars(_of(rows, "decode"), title, value="over_bound", unit="×", bound=1)
-
-
-def _by_case(rows: list[Row]) -> Iterable[Chart | None]:
-    for case in dict.fromkeys(row["case"] for row in rows):
-        yield _bars(_of(rows, case), f"{case}, {_of(rows, case)[0]['unit']}")
-
-
-CHARTS: Final[dict[str, Callable[[list[Row]], Iterable[Chart | None]]]] = {
-    "manager": _manager, "attention": _attention, "fragmentation": _fragmentation, "bandwidth": _bandwidth,
-    "generate": _generate, "transformers": _by_case, "vllm": _by_case, "tiers": _tiers,
+"""variant of a row: its name in a chart."""
+BOUNDS: Final = ("ceiling", "torch.mm")
+"""Variants that are the bound of the others."""
+MOVED: Final = "Bytes moved, as a share of what memory moves", "efficiency", "memory"
+TITLES: Final[dict[tuple[str, str], tuple[str, str, str]]] = {
+    ("attention", "decode"): ("Decode: KV read, as a share of a bare read", "efficiency", "a bare read"),
+    ("bandwidth", "ceiling"): ("Speed of memory by access pattern", "median", ""),
+    **{("bandwidth", case): MOVED for case in ("decode", "linear", "write_kv", "gather_kv", "copy_frames")},
+    ("fragmentation", "useful"): ("KV memory that holds tokens while requests wait", "median", ""),
+    ("fragmentation", "waste"): ("Slots of mapped frames without a token", "median", ""),
+    ("fragmentation", "saved"): ("Frames that sharing saves", "median", ""),
+    ("generate", "decode"): ("A decode step over the time of reading its bytes", "over_bound", "the read"),
+    ("tiers", "store"): ("Pages stored", "median", ""),
+    ("tiers", "load"): ("Pages loaded", "median", ""),
+    ("tiers", "first token"): ("Time to the first token", "median", ""),
+    ("transformers", "memory"): ("Memory above the model", "median", ""),
 }  # fmt: skip
+"""(benchmark, case): the title of its chart, the field with its figure, and the name of its bound."""
+UNITS: Final = {"over_bound": ("×", 1.0), "efficiency": ("%", 100.0)}
+"""Field of a row with a ratio to a bound: its unit in a chart, and the bound in this unit."""
+
+
+def charts(name: str, rows: Iterable[Row]) -> list[Chart]:
+    """Return the charts of a benchmark: one for each title, or case that has peers, or first words of a case."""
+    measured = [row for row in rows if row["median"] is not None and row["variant"] not in BOUNDS]
+    variants: dict[str, set[str]] = {}
+    for row in measured:
+        variants.setdefault(row["case"], set()).add(row["variant"])
+    found: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in measured:
+        case = row["case"] if len(variants[row["case"]]) > 1 else row["case"].partition(",")[0]
+        title, field, bound = TITLES.get((name, row["case"]), (case, "median", ""))
+        unit = UNITS[field][0] if field in UNITS else row["unit"].replace("us", "µs")
+        found.setdefault((title[:1].upper() + title[1:], field, bound, unit), []).append(row)
+    return [_chart(*about, some) for about, some in found.items()]
+
+
+def _chart(title: str, field: str, bound: str, unit: str, rows: Sequence[Row]) -> Chart:
+    """Return a chart of rows with one unit. What differs between its cells is a heading, or the name of a lone bar."""
+    words, cells = _namer(rows), dict[tuple[str, str], list[Row]]()
+    for row in rows:
+        cells.setdefault((words(row), NAMES.get(row["variant"], row["variant"])), []).append(row)
+    heads = [group for group, _ in cells]
+    is_one = len({name for _, name in cells}) == 1
+    given = []
+    for (group, name), runs in cells.items():
+        kind, is_lone = _kind(name), group and heads.count(group) == 1
+        label = (group if is_one else f"{group}, {name}") if is_lone else name
+        given.append(_bar(label, "" if is_lone else group, kind, runs, field, unit))
+    better = "more" if field == "efficiency" or unit.endswith(LARGER_IS_BETTER) else "less"
+    mark = (bound, UNITS[field][1]) if bound else None
+    return bars(f"{title}: {better} is better", given, unit=unit, bound=mark)
+
+
+def _bar(name: str, group: str, kind: str, runs: Sequence[Row], field: str, unit: str) -> Bar:
+    scale, last, figures = UNITS.get(field, ("", 1.0))[1], runs[-1], [run[field] for run in runs]
+    value = statistics.median(figures)
+    if len(runs) == 1:
+        figures += [turn for turn in last.get("turns" if field == "median" else "ratios") or () if turn is not None]
+    low, high = scale * min(figures), scale * max(figures)
+    note = ", disturbed" if last.get("clean") == 0 else ""
+    note = f" ({short(low)}–{short(high)})" if len(runs) > 1 and low < high else note
+    label = f"{short(scale * value)} {unit.partition(' of ')[0]}{note}"
+    return Bar(name, scale * value, low, high, label, kind, group, last.get("published"))
+
+
+def short(value: float) -> str:
+    """Return a figure with three digits that count."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
+def _kind(name: str) -> str:
+    if name.partition(",")[0] not in ("pagedkv", "pages", "pages int8"):
+        return "also" if name in ("numba", "reference") else "peer"
+    return "also" if name.endswith(("int8", "numba", "reference", "F.linear", "window")) else "ours"
+
+
+def _namer(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """Return a function that names a row by its case and axes, as far as these differ among the rows of a chart."""
+    values: dict[tuple[str, str], set[Any]] = {}
+    for row in rows:
+        for name, value in axes_of(row).items():
+            values.setdefault((row["case"], name), set()).add(value)
+    cases = {row["case"] for row in rows}
+    firsts = cases if len(cases) == 1 else {case.partition(",")[0] for case in cases}
+    start = firsts.pop() if len(firsts) == 1 else ""
+    shapes = [set(row["shape"].split()) for row in rows if "shape" in row]
+    same = set.intersection(*shapes) if shapes else set()
+
+    def words(row: Row) -> str:
+        axes, parts = axes_of(row), [row["case"].removeprefix(start).strip(", ").partition(":")[0]]
+        differ = {name: value for name, value in axes.items() if len(values[row["case"], name]) > 1}
+        if {"batch", "context"} <= set(axes) and {"batch", "context"} & set(differ):
+            parts.append(f"{axes['batch']} × {axes['context']:,} tokens")
+        for name, value in differ.items():
+            if name == "shape":
+                parts.append(" ".join(word for word in value.split() if word not in same))
+            elif name in ("batch", "context") and "batch" in axes:
+                continue
+            elif isinstance(value, str):
+                parts.append(f"KV in {value}" if name == "kv" else value)
+            else:
+                parts.append(f"{name.replace('_', ' ')} {value:,}")
+        return ", ".join(part for part in parts if part)
+
+    return words
