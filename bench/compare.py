@@ -31,11 +31,11 @@ OURS: Final = ("pagedkv", "pages", "cpu")
 PEER: Final = "lists of Python"
 """The peer that every machine has; the manager's relative goodness is its time over ours."""
 RATIOS: Final = {
-    "over_bound": False, "times_as_fast": True, "hit_over_miss": False, "efficiency": True, "of_bare": True,
-    "of_computing": False, "ratio": True, "over_static": False,
+    "over_bound": False, "times_as_fast": True, "efficiency": True, "of_bare": True, "of_computing": False,
+    "ratio": True, "over_static": False,
 }  # fmt: skip
 """Field of a row with its ratio to a bound or a peer → whether larger is better."""
-LARGER_IS_BETTER: Final = ("/s", "of 100", "hit", "%")
+LARGER_IS_BETTER: Final = ("/s", "of 100", "%")
 """Ends of units whose larger values are better; all other units are times, bytes and errors."""
 
 

@@ -90,7 +90,7 @@ PICTURES: Final = {
     "fragmentation": Picture(
         ("fragmentation",),
         ({"case": ("useful",), "workload": ("sharegpt",), "variant": (
-            "reserve the maximum", "StaticCache", "reserve a power of two", "reserve the true length",
+            "reserve the maximum", "reserve a power of two", "reserve the true length",
             "buddy, doubling", "DynamicCache", "virtual memory, 2 MiB", "pagedkv", "virtual memory, 64 KiB")},
          {"case": ("waste",), "workload": ("sharegpt",), "variant": ("pagedkv, blocks of 8", "pagedkv", *(
             f"pagedkv, blocks of {size}" for size in (32, 64, 128, 256)))}),

@@ -23,14 +23,14 @@ POOL_BYTES: Final = 384 << 20
 NOISE: Final = 1 << 16
 
 
-def region_of(size: int, *, is_huge: bool = True) -> torch.Tensor:
-    """Return uint8 [size] of noise, on huge pages or on pages of 4 KiB.
+def region_of(size: int) -> torch.Tensor:
+    """Return uint8 [size] of noise, on huge pages.
 
     The noise is a moderate number in every dtype, also as a scale: no NaN and no denormal number.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE if is_huge else mmap.MADV_NOHUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
     region = torch.frombuffer(memory, dtype=torch.uint8)
     noise = torch.randint(0x30, 0x40, (NOISE,), dtype=torch.uint8)
     whole = size // NOISE * NOISE

@@ -20,7 +20,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from operator import truediv
 from pathlib import Path
 from typing import Any, Final
@@ -100,7 +100,7 @@ class Measured:
             must = MUSTS.get((cell.kind, cell.dtype, cell.kv, cell.threads)) if who == "cpu" else None
             is_common = cell.context >= 4096 and (cell.heads, cell.kv_heads, cell.head_dim) == (32, 8, 128)
             row["must"] = must if is_common or cell.kind == "write" else None
-            yield row | {"isa": None if _no_extension() else cpu.isa(), "cell": asdict(cell)}
+            yield row | {"isa": None if _no_extension() else cpu.isa()}
         for who, why in self.refused.items():
             if why != PLAIN:
                 yield axes | {"variant": who, "unit": "us", "median": None, "why_not": why}

@@ -1,7 +1,7 @@
-"""The ceilings of memory: steps that only read, copy or scale windows of a region of noise.
+"""The ceilings of memory: steps that only read or copy windows of a region of noise.
 
     read          loads and xors of 64 bytes; runs in order, or of 4 or 32 KiB in random order
-    copy, scale   by torch; the bytes read and the bytes written count
+    copy          by torch; the bytes read and the bytes written count
 
 Each step takes another window of a region that is larger than the caches. A window has half of its bytes in each half
 of the region, so that a copy never overlaps. This file knows no operation on a cache.
@@ -15,7 +15,6 @@ from typing import Final
 
 import torch
 
-from pagedkv.bench.attention.pool import region_of
 from pagedkv.bench.clock import Step
 from pagedkv.kernels import cpu
 from pagedkv.kernels.threads import num_threads
@@ -43,11 +42,6 @@ class Region:
         self.bytes = region
         self.window = min(WINDOW, len(region) // 2 // RUN * RUN)
 
-    @classmethod
-    def of(cls, size: int, *, is_huge: bool) -> Region:
-        """Return a region of its own, on huge pages or on pages of 4 KiB."""
-        return cls(region_of(size, is_huge=is_huge))
-
     def read(self, run: int = RUN, *, is_random: bool = False) -> Step:
         """Return a read of `window` bytes in runs of so many bytes."""
         runs, count = len(self.bytes) // run, self.window // run
@@ -66,15 +60,6 @@ class Region:
         def prepare() -> Callable[[], object]:
             source, target = self.pair()
             return lambda: target.copy_(source)
-
-        return prepare
-
-    def scale(self) -> Step:
-        """Return a product of float32 with 1: half a window is read, half is written, and the noise stays the same."""
-
-        def prepare() -> Callable[[], object]:
-            source, target = (part.view(torch.float32) for part in self.pair())
-            return lambda: torch.mul(source, 1.0, out=target)
 
         return prepare
 

@@ -7,14 +7,14 @@ its case is complete; the rows of case "state" have the speed of memory over the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
 from pagedkv.bench.attention.cells import BASE, Cell
-from pagedkv.bench.attention.pool import POOL_BYTES, Pool
+from pagedkv.bench.attention.pool import POOL_BYTES, Pool, region_of
 from pagedkv.bench.attention.runner import PLAIN, on_threads
 from pagedkv.bench.bandwidth import subjects
 from pagedkv.bench.bandwidth.ceilings import KIB, Region
@@ -88,7 +88,7 @@ def measure(report: Report, asked: Asked) -> None:
     if most < 32 << 20:
         raise InvalidRequest(f"{4 * most >> 20} MiB of memory are free; bench bandwidth needs 128 MiB at least")
     wanted = [POOL_BYTES, *map(Pool.bytes_of, cells)]
-    region = Region.of(max([size for size in wanted if size <= most], default=most), is_huge=True)
+    region = Region(region_of(max([size for size in wanted if size <= most], default=most)))
     for threads in asked.threads or range(1, min(2, torch.get_num_threads()) + 1):
         with on_threads(threads):
             _on_cpu(report, asked, region, [replace(cell, threads=threads) for cell in cells])
@@ -99,7 +99,7 @@ def _on_cpu(report: Report, asked: Asked, region: Region, cells: Sequence[Cell])
     bounds = {name: Speeds(bound) for name, bound in region.bounds().items()}
     kinds = KV[:2] if asked.is_quick else KV
     makers: dict[str, Callable[[], Iterable[Subject]]] = {
-        "ceiling": lambda: _ceilings(region),
+        "ceiling": lambda: subjects.ceilings(region),
         "decode": lambda: subjects.decodes(cells, region, asked.kernels),
         "write_kv": lambda: subjects.writes([("bfloat16", kv) for kv in ("", *kinds[1:])], region, asked.kernels),
         "gather_kv": lambda: subjects.gathers(kinds, region),
@@ -112,11 +112,6 @@ def _on_cpu(report: Report, asked: Asked, region: Region, cells: Sequence[Cell])
     for speeds in bounds.values():
         if speeds.readings:
             report(speeds.row(axes))
-
-
-def _ceilings(region: Region) -> Iterator[Subject]:
-    yield from subjects.ceilings(region, "huge")
-    yield from subjects.ceilings(Region.of(len(region.bytes), is_huge=False), "4 KiB")
 
 
 def _reported(

@@ -51,7 +51,6 @@ class Subject:
     num_bytes: bytes that had to move.
     bound:     the name of its ceiling.
     variants:  the step of each implementation, or the reason why there is none.
-    flops:     its operations; 0 for one that only moves bytes.
     """
 
     case: str
@@ -59,21 +58,18 @@ class Subject:
     num_bytes: int
     bound: str
     variants: dict[str, Step | str]
-    flops: int = 0
 
 
-def ceilings(region: Region, pages: str) -> Iterator[Subject]:
-    """Yield the ceilings themselves. pages: of the system, "huge" or "4 KiB"."""
+def ceilings(region: Region) -> Iterator[Subject]:
+    """Yield the ceilings themselves."""
     reads = {
         "read": region.read(),
         "read, random 4 KiB": region.read(4 * KIB, is_random=True),
         "read, random 32 KiB": region.read(32 * KIB, is_random=True),
     }
-    for name, step in (reads | {"copy": region.copy(), "scale": region.scale()}).items():
-        yield Subject(
-            "ceiling", {"pattern": name, "pages": pages}, region.window, "read" if name in reads else "copy",
-            {"memory": step},
-        )  # fmt: skip
+    for name, step in (reads | {"copy": region.copy()}).items():
+        bound = "read" if name in reads else "copy"
+        yield Subject("ceiling", {"pattern": name}, region.window, bound, {"memory": step})
 
 
 def token_bytes(cell: Cell) -> int:
@@ -87,11 +83,8 @@ def decodes(cells: Iterable[Cell], region: Region, kernels: Sequence[str]) -> It
     for cell in cells:
         axes = {name: getattr(cell, name) for name in ("batch", "context", "block_size", "head_dim", "dtype")}
         axes |= {"heads": f"{cell.heads}/{cell.kv_heads}", "kv": cell.kv or cell.dtype}
-        tokens = sum(cell.lens())
-        yield Subject(
-            "decode", axes, tokens * token_bytes(cell), "read", _kernels(cell, region, kernels),
-            4 * cell.heads * cell.head_dim * tokens,
-        )  # fmt: skip
+        num_bytes = sum(cell.lens()) * token_bytes(cell)
+        yield Subject("decode", axes, num_bytes, "read", _kernels(cell, region, kernels))
 
 
 def writes(kinds: Iterable[tuple[str, str]], region: Region, kernels: Sequence[str]) -> Iterator[Subject]:
@@ -210,7 +203,7 @@ def linears(tokens: Iterable[int], kinds: Iterable[str], region: Region) -> Iter
         variants: dict[str, Step | str] = {"pagedkv": _linear(name, count, weights, linear.choose)}
         variants["torch"] = "it multiplies floats" if kind != "bfloat16" else _linear(name, count, weights, _by_torch)
         axes = {"operation": name, "tokens": count, "rows": rows, "weights": kind}
-        yield Subject("linear", axes, weights[0].nbytes, "read", variants, 2 * count * rows * WIDE)
+        yield Subject("linear", axes, weights[0].nbytes, "read", variants)
 
 
 def _by_torch(*_: object) -> linear.Operations:

@@ -97,5 +97,4 @@ def _row(subject: Subject, variant: str, timing: Timing, rates: Sequence[float],
     row |= {"median": statistics.median(counted), "best": max(counted), "worst": min(counted)}
     row |= {"turns": [speed and round(speed / 1e9, 4) for speed in speeds], "bound": subject.bound}
     row |= {"efficiency": statistics.median(ratios), "ratios": [round(ratio, 4) for ratio in ratios]}
-    row |= {"ceiling": statistics.median(rates) / 1e9, "bytes": subject.num_bytes, "clean": timing.clean}
-    return row | ({"flop_per_byte": subject.flops / subject.num_bytes} if subject.flops else {})
+    return row | {"ceiling": statistics.median(rates) / 1e9, "bytes": subject.num_bytes, "clean": timing.clean}

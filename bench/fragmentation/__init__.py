@@ -1,7 +1,7 @@
 """`pagedkv bench fragmentation`: how much of the KV memory holds tokens, for our manager and for other allocators.
 
-    workloads.py   requests of known lengths: published mixes, a trace, bursts, forks, beams, drafts, windows
-        │ Request(prompt, output, samples, beams, drafts)
+    workloads.py   requests of known lengths: published mixes, a trace, forks, beams, windows
+        │ Request(prompt, output, samples, beams)
         ▼
     simulation.py  serves them: admit, one token a step, fork, beam step, preempt, finish; the clock counts steps
         │ admit · grow · fork · free; the allocator does not know the length of an output
@@ -13,7 +13,7 @@
         └─ virtual.py      pages of virtual memory behind contiguous addresses
 
     cells.py    which workload meets which allocator, the published figures, and the promises
-    runner.py   measures the cells, and makes the rows         plot.py   the picture
+    runner.py   measures the cells, and makes the rows
 
 Every part of an account has the meaning of the PagedAttention paper (Kwon et al., SOSP 2023, arXiv 2309.06180):
 

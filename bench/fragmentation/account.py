@@ -61,15 +61,10 @@ class Account:
 
 
 class Demand(NamedTuple):
-    """Tokens that a sequence is about to store.
-
-    planned: tokens that need memory now.
-    kept:    how many of them stay; the others are drafts that the model rejects.
-    """
+    """Tokens that a sequence is about to store."""
 
     sequence: int
-    planned: int = 1
-    kept: int = 1
+    tokens: int = 1
 
 
 class Allocator(ABC):

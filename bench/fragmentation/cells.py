@@ -28,7 +28,7 @@ BLOCK: Final = 16
 BLOCKS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 MAXIMUM, POWER, ORACLE = "reserve the maximum", "reserve a power of two", "reserve the true length"
-DOUBLING, STATIC, DYNAMIC = "buddy, doubling", "StaticCache", "DynamicCache"
+DOUBLING, DYNAMIC = "buddy, doubling", "DynamicCache"
 LARGE_PAGES, SMALL_PAGES = "virtual memory, 2 MiB", "virtual memory, 64 KiB"
 UNAWARE: Final = f"{OURS}, without the window"
 
@@ -47,9 +47,6 @@ MAKERS: Final[dict[str, Callable[[str, Workload], Allocator]]] = {
     POWER: lambda name, load: Reserving(name, load.memory, to_power_of_two, Buddy, window=load.window),
     ORACLE: lambda name, load: Reserving(name, load.memory, to_true_length, Buddy, window=load.window),
     DOUBLING: lambda name, load: Growing(name, load.memory, power_of_two, Buddy),
-    STATIC: lambda name, load: Reserving(
-        name, load.memory, to_maximum, CachingArena, is_split=True, window=load.window
-    ),
     DYNAMIC: lambda name, load: Growing(name, load.memory, lambda length: length, CachingArena, is_split=True),
     LARGE_PAGES: lambda name, load: VirtualMemory(name, load.memory, 2 * MIB),
     SMALL_PAGES: lambda name, load: VirtualMemory(name, load.memory, 64 * KIB),
@@ -58,7 +55,7 @@ MAKERS: Final[dict[str, Callable[[str, Workload], Allocator]]] = {
 }
 """variant: a function of its name and the workload."""
 
-PEERS: Final = (MAXIMUM, POWER, ORACLE, DOUBLING, STATIC, DYNAMIC, LARGE_PAGES, SMALL_PAGES)
+PEERS: Final = (MAXIMUM, POWER, ORACLE, DOUBLING, DYNAMIC, LARGE_PAGES, SMALL_PAGES)
 MAIN: Final = (*PEERS, OURS)
 EVERY_BLOCK: Final = tuple(blocks_of(size) for size in BLOCKS)
 
@@ -81,11 +78,6 @@ FULL: Final = 3
 CELLS: Final = (
     Cell("sharegpt", (*PEERS, *EVERY_BLOCK), 200),
     Cell("alpaca", (MAXIMUM, POWER, ORACLE, SMALL_PAGES, *EVERY_BLOCK[3:]), 700),
-    Cell("code", MAIN, 900),
-    Cell("uniform", MAIN, 90),
-    Cell("zipf", MAIN, 200),
-    Cell("bursts", MAIN, 160),
-    Cell("drafts", (MAXIMUM, SMALL_PAGES, OURS), 240),
     Cell("window", (MAXIMUM, UNAWARE, OURS), 200),
     *(Cell(f"samples-{n}", (ORACLE, OURS), 800 // n + 100, "saved") for n in (2, 4, 6)),
     *(Cell(f"beams-{n}", (ORACLE, OURS), 200 // n + 100, "saved") for n in (2, 4, 6)),

@@ -6,9 +6,9 @@ The three baselines of the PagedAttention paper reserve in a buddy allocator (it
     power of two   the prompt, and the output rounded up to a power of two: an output of 25 reserves 32
     oracle         the true length, which no system knows
 
-A reservation of one tensor for each K and V of each layer, in the caching arena, is a StaticCache; a cache of such
-tensors that grows by concatenation is a DynamicCache: the new tensor is written while the old one is there.
-A fork copies everything. A cache with a sliding window is a ring: it never needs more than the window.
+A cache of one tensor for each K and V of each layer, in the caching arena, that grows by concatenation is a
+DynamicCache: the new tensor is written while the old one is there. A fork copies everything. A cache with a sliding
+window is a ring: it never needs more than the window.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Held:
 class _Contiguous(Allocator):
     """An allocator whose sequences hold blocks of an arena. is_split: each K and V of each layer has its own block."""
 
-    def __init__(self, name: str, memory: Memory, make_arena: MakeArena, *, is_split: bool) -> None:
+    def __init__(self, name: str, memory: Memory, make_arena: MakeArena, *, is_split: bool = False) -> None:
         self.name, self.memory = name, memory
         self._blocks = memory.tensors if is_split else 1
         self._token = memory.token_bytes // self._blocks  # bytes of a token in one block
@@ -74,16 +74,9 @@ class Reserving(_Contiguous):
     """An allocator that reserves the memory of a whole life when a sequence is admitted, so it never preempts."""
 
     def __init__(
-        self,
-        name: str,
-        memory: Memory,
-        limit: Limit,
-        make_arena: MakeArena,
-        *,
-        is_split: bool = False,
-        window: int | None = None,
+        self, name: str, memory: Memory, limit: Limit, make_arena: MakeArena, *, window: int | None = None
     ) -> None:
-        super().__init__(name, memory, make_arena, is_split=is_split)
+        super().__init__(name, memory, make_arena)
         self._limit, self._window = limit, window
 
     def admit(self, sequence: int, length: int, final: int) -> bool:
@@ -98,7 +91,7 @@ class Reserving(_Contiguous):
 
     def grow(self, demands: Sequence[Demand]) -> list[Demand]:
         for demand in demands:
-            self._held[demand.sequence].length += demand.kept
+            self._held[demand.sequence].length += demand.tokens
         return []
 
     def fork(self, parent: int, child: int) -> bool:
@@ -172,7 +165,7 @@ class Growing(_Contiguous):
     def _grown(self, demand: Demand) -> bool:
         """Grow a sequence, tensor by tensor. Tensors that have grown stay so if the next one finds no memory."""
         held = self._held[demand.sequence]
-        needed = held.length + demand.planned
+        needed = held.length + demand.tokens
         for block in range(self._blocks):
             if held.capacities[block] < needed:
                 capacity = self._capacity_for(needed)
@@ -183,7 +176,7 @@ class Growing(_Contiguous):
                 held.addresses[block], held.capacities[block] = address, capacity
                 if block == 0:
                     self.moved += held.length
-        held.length += demand.kept
+        held.length += demand.tokens
         return True
 
     def fork(self, parent: int, child: int) -> bool:

@@ -43,23 +43,22 @@ class Live(Allocator):
             return False
         space = self.manager.open()
         self.spaces[sequence], self._lengths[sequence] = space, 0
-        if self.grow([Demand(sequence, length, length)]):
+        if self.grow([Demand(sequence, length)]):
             self.free(sequence)
             return False
         return True
 
     def grow(self, demands: Sequence[Demand]) -> list[Demand]:
         asids = np.array([self.spaces[demand.sequence].asid for demand in demands], np.int32)
-        planned = np.array([demand.planned for demand in demands], np.int64)
-        kept = np.array([demand.kept for demand in demands], np.int64)
+        tokens = np.array([demand.tokens for demand in demands], np.int64)
         try:
-            plan = self.manager.plan(asids, planned)
+            plan = self.manager.plan(asids, tokens)
         except OutOfFrames:
             return list(demands)
         self.moved += plan.num_copies * self.manager.block_size
-        self.manager.commit(plan, None, kept)
+        self.manager.commit(plan, None)
         for demand in demands:
-            self._lengths[demand.sequence] += demand.kept
+            self._lengths[demand.sequence] += demand.tokens
         return []
 
     def fork(self, parent: int, child: int) -> bool:

@@ -2,8 +2,7 @@
 
 A row has per cent of the KV memory, means over the steps in which requests wait (see the package head):
 
-    useful    with reserved, internal, rounded and free, which add up to 100; sequences that run at once; preemptions;
-              over_time: [step, useful] of some moments
+    useful    with reserved, internal, rounded and free, which add up to 100; sequences that run at once; preemptions
     waste     slots of mapped frames without a token: Stats.waste of the manager
     saved     frames that sharing saves, of all pages; copies: frames that were copied on write, eager: those that a
               copy at each fork would have copied
@@ -41,8 +40,6 @@ Row = dict[str, Any]
 Report = Callable[[Row], None]
 EVERY: Final = 4
 """Steps from one account to the next."""
-SHOWN: Final = 40
-"""Moments of `over_time`."""
 PARTS: Final = ("useful", "reserved", "internal", "rounded", "free")
 
 
@@ -126,6 +123,4 @@ def _useful(workload: str, variant: str, allocator: Allocator, tally: Tally) -> 
         row["published_sequences"] = SEQUENCES[variant]
     for name in ("steps", "finished", "preemptions", "recomputed", "dropped", "stored"):
         row[name] = getattr(tally, name)
-    shown = tally.moments[:: max(1, len(tally.moments) // SHOWN)]
-    row["over_time"] = [[at.step, round(100 * at.account.useful / memory.capacity, 2)] for at in shown]
     return row | {"moved": allocator.moved, "slots": memory.slots}

@@ -1,9 +1,9 @@
 """The simulation serves the requests of a workload with one allocator, step by step.
 
-A step: requests arrive; the first in the queue is admitted while the allocator takes it; beams are reordered; every
-sequence stores a token (or its accepted drafts); sequences that have their output finish. If a sequence finds no
-memory, the request that began last is preempted: its memory is given back, it goes to the head of the queue, and what
-it had stored is computed again. So the oldest request always ends. All sequences of a request come and go together.
+A step: the first request in the queue is admitted while the allocator takes it; beams are reordered; every sequence
+stores a token; sequences that have their output finish. If a sequence finds no memory, the request that began last is
+preempted: its memory is given back, it goes to the head of the queue, and what it had stored is computed again. So the
+oldest request always ends. All sequences of a request come and go together.
 
 The simulation holds no rule of an allocator. It knows the lengths of outputs, and the allocators do not.
 """
@@ -11,7 +11,7 @@ The simulation holds no rule of an allocator. It knows the lengths of outputs, a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -21,8 +21,6 @@ import numpy as np
 from pagedkv.bench.fragmentation.account import Account, Allocator, Demand
 from pagedkv.bench.fragmentation.workloads import Request
 
-ACCEPTED: Final = 0.7
-"""Probability that a draft is accepted if the drafts before it were."""
 LOGITS: Final = 64
 SHARPNESS: Final = 2.5
 """The model of a beam search draws LOGITS logits for each beam from a normal distribution of this deviation."""
@@ -32,7 +30,6 @@ SHARPNESS: Final = 2.5
 class Moment:
     """The account after a step, and the load: sequences that run, requests that wait."""
 
-    step: int
     account: Account
     sequences: int
     waiting: int
@@ -44,7 +41,7 @@ class Tally:
 
     moments:     after each step that was observed.
     recomputed:  tokens that were stored a second time after a preemption.
-    stored:      tokens that were stored, those of rejected drafts left out.
+    stored:      tokens that were stored.
     forks, eager: forks, and the tokens that copying everything at each fork would have copied.
     dropped:     requests that do not fit even alone.
     """
@@ -80,8 +77,7 @@ class Simulation:
     """One run of an allocator. observe_every: steps from one account to the next."""
 
     def __init__(self, requests: Sequence[Request], allocator: Allocator, observe_every: int = 1) -> None:
-        self._coming = deque(sorted(requests, key=lambda request: request.arrives))
-        self._waiting: deque[tuple[Request, int]] = deque()  # and the tokens of its output that were stored before
+        self._waiting = deque((request, 0) for request in requests)  # and the tokens of its output stored before
         self._running: list[_Running] = []
         self._names = count()
         self._is_closed = False
@@ -91,16 +87,8 @@ class Simulation:
 
     def run(self) -> Tally:
         """Serve all requests."""
-        for _ in self.steps():
-            pass
-        return self.tally
-
-    def steps(self) -> Iterator[Tally]:
-        """Serve all requests; yield after each step."""
         tally = self.tally
-        while self._coming or self._waiting or self._running:
-            while self._coming and self._coming[0].arrives <= tally.steps:
-                self._waiting.append((self._coming.popleft(), 0))
+        while self._waiting or self._running:
             self._admit()
             for running in self._running:
                 if running.request.beams > 1 and running.done:
@@ -110,7 +98,7 @@ class Simulation:
                 tally.moments.append(self._moment())
             self._finish()
             tally.steps += 1
-            yield tally
+        return tally
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
@@ -166,18 +154,8 @@ class Simulation:
             members.append(member)
         running.members = members
 
-    def _demands(self, running: _Running) -> list[Demand]:
-        request = running.request
-        if not request.drafts:
-            return [Demand(member) for member in running.members]
-        rejected = running.random.random(request.drafts) > ACCEPTED
-        accepted = int(rejected.argmax()) if rejected.any() else request.drafts
-        kept = min(accepted + 1, request.output - running.done)
-        return [Demand(member, request.drafts + 1, kept) for member in running.members]
-
     def _grow(self) -> None:
-        demands = {id(running): self._demands(running) for running in self._running}
-        left = self._allocator.grow([demand for group in demands.values() for demand in group])
+        left = self._allocator.grow([Demand(member) for running in self._running for member in running.members])
         while left:
             victim = self._running[-1]
             self._preempt(victim)
@@ -186,9 +164,8 @@ class Simulation:
             if left:
                 left = self._allocator.grow(left)
         for running in self._running:
-            kept = demands[id(running)][0].kept
-            running.done += kept
-            self.tally.stored += kept * len(running.members)
+            running.done += 1
+            self.tally.stored += len(running.members)
 
     def _preempt(self, victim: _Running) -> None:
         self._running.remove(victim)
@@ -219,7 +196,7 @@ class Simulation:
             member: running.request.output - running.done for running in self._running for member in running.members
         }
         account = self._allocator.account(remaining)
-        return Moment(self.tally.steps, account, len(remaining), len(self._waiting))
+        return Moment(account, len(remaining), len(self._waiting))
 
 
 def next_beams(random: np.random.Generator, scores: np.ndarray) -> np.ndarray:

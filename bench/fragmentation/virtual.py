@@ -35,17 +35,15 @@ class VirtualMemory(Allocator):
         return True
 
     def grow(self, demands: Sequence[Demand]) -> list[Demand]:
-        left, drafts = [], 0
+        left = []
         for demand in demands:
             length = self._lengths[demand.sequence]
-            before, planned, kept = (self._pages(length + more) for more in (0, demand.planned, demand.kept))
-            if planned - before > self._num_free:
+            pages = self._pages(length + demand.tokens) - self._pages(length)
+            if pages > self._num_free:
                 left.append(demand)
                 continue
-            self._num_free -= planned - before
-            drafts += planned - kept
-            self._lengths[demand.sequence] = length + demand.kept
-        self._num_free += drafts  # unmapped once the whole step has run
+            self._num_free -= pages
+            self._lengths[demand.sequence] = length + demand.tokens
         return left
 
     def fork(self, parent: int, child: int) -> bool:

@@ -7,10 +7,6 @@ So 299 tokens are still to come when one looks at a sequence, E[output²] / E[ou
 of the output is 0.88 of its mean. Outputs here have a gamma distribution of that mean and spread. The spread of prompts
 is not published: prompts are log-normal with 1.5 times the mean as deviation (0.7 times for Alpaca), at most 1,024 long
 as in vLLM's own benchmark of ShareGPT.
-
-Lengths of code: the coding service of the Azure LLM inference trace of 2023 (Patel et al., Splitwise, ISCA 2024): the
-paper prints medians of 1,500 prompt and 13 output tokens; the published file has medians of 1,469 and 13, and means of
-2,048 and 28. Both are log-normal here, with these medians and means; prompts are cut to 7,168 tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +30,8 @@ OPT_13B: Final = Memory(slots=15_700, token_bytes=8 * 10_240, tensors=8, longest
 """The memory of the paper's Fig. 2: 15.7K slots beside OPT-13B on an A100 of 40 GB, of which we keep 4 of 40 layers."""
 QUARTER: Final = replace(OPT_13B, slots=4_000)
 """A quarter, for forks of short prompts. Their savings do not depend on the size, and a run is steady sooner."""
-LLAMA_8B: Final = Memory(slots=131_072, token_bytes=8 * 2048, tensors=8, longest=8192)
-"""Llama 3 8B, 4 of 32 layers; the whole of it would take 16 GiB."""
 LONG_LLAMA_8B: Final = Memory(slots=1_048_576, token_bytes=8 * 2048, tensors=8, longest=131_072)
-"""The same model with long contexts: 128 GiB for all layers."""
+"""Llama 3 8B, 4 of 32 layers, with long contexts: 128 GiB for all layers."""
 
 OUTPUT_SPREAD: Final = 0.9
 """Standard deviation over mean of the outputs of ShareGPT that are drawn; 0.88 after the cut at the longest context."""
@@ -48,18 +42,14 @@ class Request:
     """A request, and the outcome that the allocator does not know.
 
     output:  tokens that each sequence stores after the prompt.
-    arrives: the step at which the request comes.
     samples: sequences that are forked from the prompt.
     beams:   sequences of a beam search; each step forks and drops some.
-    drafts:  tokens proposed for each step; `seed` decides how many are accepted.
     """
 
     prompt: int
     output: int
-    arrives: int = 0
     samples: int = 1
     beams: int = 1
-    drafts: int = 0
     seed: int = 0
 
     @property
@@ -72,24 +62,20 @@ class Request:
 class Workload:
     """Requests and the memory that serves them.
 
-    traits: fields that every request gets.  gap, burst: so many requests come every `gap` steps; 0: all at once.
+    traits: fields that every request gets.
     """
 
     name: str
     lengths: Lengths
     memory: Memory = OPT_13B
     traits: dict[str, int] = field(default_factory=dict)
-    gap: int = 0
-    burst: int = 0
     window: int | None = None
 
     def requests(self, count: int, seed: int = 0) -> list[Request]:
         """Return the first `count` requests."""
         prompts, outputs = self.lengths(np.random.default_rng(seed), count)
-        return [
-            Request(int(p), int(o), i // self.burst * self.gap if self.burst else 0, seed=i, **self.traits)
-            for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
-        ]
+        pairs = enumerate(zip(prompts.tolist(), outputs.tolist(), strict=True))
+        return [Request(prompt, output, seed=i, **self.traits) for i, (prompt, output) in pairs]
 
 
 def kept(
@@ -126,41 +112,23 @@ def _chat(prompt: float, prompt_spread: float, output: float) -> Lengths:
     return kept(draw, lambda drawn: (drawn[:, 0] <= 1024) & (drawn.sum(1) <= OPT_13B.longest))
 
 
-def _code(random: np.random.Generator, count: int) -> np.ndarray:
-    columns = [(1469, 2048), (13, 28)]  # median, mean
-    drawn = [random.lognormal(np.log(median), np.sqrt(2 * np.log(mean / median)), count) for median, mean in columns]
-    return np.stack([np.minimum(drawn[0], LLAMA_8B.longest - 1024), drawn[1]], 1)
-
-
 def _uniform(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
     return random.integers(1, 1025, count), random.integers(1, 1025, count)
-
-
-def _zipf(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    weights = 1 / np.arange(1, 1025)
-    drawn = 1 + random.choice(1024, (2, count), p=weights / weights.sum())
-    return drawn[0], drawn[1]
 
 
 # The factors make up for the cuts, so that the means are the published ones; a test holds them.
 SHAREGPT: Final = _chat(161.31 * 1.16, 1.5, 337.99 * 1.015)
 ALPACA: Final = _chat(19.31, 0.7, 58.45)
-CODE: Final = kept(_code, lambda drawn: drawn[:, 1] <= 1024)
 
 WORKLOADS: Final = {
     workload.name: workload
     for workload in (
         Workload("sharegpt", SHAREGPT),
         Workload("alpaca", ALPACA),
-        Workload("code", CODE, LLAMA_8B),
-        Workload("uniform", _uniform),
-        Workload("zipf", _zipf),
-        Workload("bursts", SHAREGPT, gap=400, burst=40),
         *(Workload(f"samples-{n}", ALPACA, QUARTER, traits={"samples": n}) for n in (2, 4, 6)),
         *(Workload(f"beams-{n}", ALPACA, QUARTER, traits={"beams": n}) for n in (2, 4, 6)),
         Workload("samples-6-sharegpt", SHAREGPT, traits={"samples": 6}),
         Workload("beams-6-sharegpt", SHAREGPT, traits={"beams": 6}),
-        Workload("drafts", SHAREGPT, traits={"drafts": 4}),
         Workload("window", _uniform, window=256),
     )
 }

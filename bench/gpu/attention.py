@@ -15,9 +15,6 @@ This file knows the public call; cells.py defines a cell.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -199,27 +196,23 @@ def promises(rows: Rows, backends: list[str], gpu: str) -> list[str]:
     return lines
 
 
-def run(backends: list[str], repetitions: int, *, quick: bool, out: Path | None = None, as_json: bool = False) -> None:
+def run(backends: list[str], repetitions: int, *, quick: bool, out: Path | None = None) -> None:
     """Measure group by group; print and append the rows of each group.
 
-    quick:   measure only the cells that a promise names, and no peer.
-    out:     the file to append rows to; None for the one in bench/results of a checkout.
-    as_json: print all rows as one list at the end, and nothing else on stdout.
+    quick: measure only the cells that a promise names, and no peer.
+    out:   the file to append rows to; None for the one in bench/results of a checkout.
     Raises: InvalidRequest if torch finds no GPU.
     """
     require_gpu()
     about, every = provenance(), []
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        for group in QUICK if quick else GROUPS:
-            others = {"ceiling": ceiling} | ({} if quick else PEERS)
-            rows = [row | about for row in measure(group, backends, repetitions, others)]
-            every += rows
-            record.append(rows, out, "gpu-attention")
-            for case in dict.fromkeys(row["case"] for row in rows):
-                print(*lines_of([row for row in rows if row["case"] == case]), sep="\n", flush=True)
-        print(*(f"= {line}" for line in promises(every, backends, about["gpu"])), sep="\n", flush=True)
-    if as_json:
-        print(json.dumps(every))
+    for group in QUICK if quick else GROUPS:
+        others = {"ceiling": ceiling} | ({} if quick else PEERS)
+        rows = [row | about for row in measure(group, backends, repetitions, others)]
+        every += rows
+        record.append(rows, out, "gpu-attention")
+        for case in dict.fromkeys(row["case"] for row in rows):
+            print(*lines_of([row for row in rows if row["case"] == case]), sep="\n", flush=True)
+    print(*(f"= {line}" for line in promises(every, backends, about["gpu"])), sep="\n", flush=True)
 
 
 def lines_of(rows: Rows) -> list[str]:

@@ -47,7 +47,7 @@ def served(device: str = "cuda") -> list[str]:
 def require_gpu() -> None:
     """Raise InvalidRequest if torch finds no GPU."""
     if not torch.cuda.is_available():
-        raise InvalidRequest("torch finds no GPU on this machine: leave out --device cuda, or run where there is one")
+        raise InvalidRequest("torch finds no GPU on this machine; run this where there is one")
 
 
 def provenance() -> dict[str, Any]:

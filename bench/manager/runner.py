@@ -103,9 +103,9 @@ def prompt(seed: int, pages: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 30_000, pages * BLOCK + 1).astype(np.int32)
 
 
-def grown(mm: MemoryManager, ids: np.ndarray, tenant: bytes = b"") -> AddressSpace:
+def grown(mm: MemoryManager, ids: np.ndarray) -> AddressSpace:
     """Return a space that holds `ids`; no prefix of them is matched."""
-    space = mm.open(tenant=tenant)
+    space = mm.open()
     mm.commit(mm.plan([space], [len(ids)]), ids)
     return space
 
@@ -125,13 +125,8 @@ def decode(
 
     The lengths of the sequences are staggered. The sequences start again when they have grown by `growth` tokens.
     evicting: the pages that the sequences leave cached are then evicted, untimed.
-    If the pool has tenants with quotas, the sequences are spread over the tenants.
     """
-    tenants = list(mm.stats().tenants) or [b""]
-    spaces = [
-        grown(mm, prompt(i, -(-context // BLOCK) + 1)[: context + i % BLOCK], tenants[i % len(tenants)])
-        for i in range(batch)
-    ]
+    spaces = [grown(mm, prompt(i, -(-context // BLOCK) + 1)[: context + i % BLOCK]) for i in range(batch)]
     asids, ones = np.array([space.asid for space in spaces], np.int32), np.ones(batch, np.int64)
     ids = np.arange(batch, dtype=np.int32)
 
@@ -146,13 +141,6 @@ def decode(
         return timed(lambda: mm.commit(mm.plan(asids, ones), ids))
 
     return run
-
-
-def with_quotas(mm: MemoryManager) -> MemoryManager:
-    """Give `mm` three tenants; each may hold half of the pool and has a quarter reserved."""
-    for tenant in (b"a", b"b", b"c"):
-        mm.set_quota(tenant, hard=mm.num_frames // 2, soft=mm.num_frames // 3, protected=mm.num_frames // 4)
-    return mm
 
 
 def allocate_and_release(batch: int, num_frames: int) -> Callable[[], float]:
@@ -241,13 +229,6 @@ CASES: Final = (
         "the same, context of 500 tokens", "us", 80, 1, lambda: decode(1024, MemoryManager(100_000, BLOCK), context=500)
     ),
     Case("the same, two layer groups", "us", None, 1, lambda: decode(1024, MemoryManager(80_000, BLOCK, groups=TWO))),
-    Case(
-        "the same, three tenants with quotas",
-        "us",
-        None,
-        1,
-        lambda: decode(1024, with_quotas(MemoryManager(40_000, BLOCK))),
-    ),
     Case("get and free a block, by 1,000", "ns", 30, BATCH, lambda: allocate_and_release(BATCH, POOL), peers.ALLOCATE),
     Case("match a block, pool of 1e5", "ns", 100, PAGES, lambda: match(PAGES, POOL), peers.MATCH),
     Case("publish a block, pool of 1e5", "ns", 150, PAGES, lambda: publish(PAGES, POOL), peers.PUBLISH),

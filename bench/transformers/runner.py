@@ -5,7 +5,6 @@
     decode      STEPS tokens after a context whose K and V are random; generate() runs as a user calls it
     prefill     the first token of a prompt of random ids, in a pool that holds the prompts of two turns and is full:
                 each prompt evicts an older one, and no page of memory is touched for the first time
-    prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
     memory      peak of a process that decodes, less its size before the cache was made; each in a process of its own
     batch       generate_batch() of eight prompts, by the host's attention and inside of paged_batching()
 
@@ -34,7 +33,7 @@ import transformers
 from transformers.generation import ContinuousBatchingConfig
 
 from pagedkv import write_kv
-from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, ratios, settled, track, watched
+from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, ratios, track, watched
 from pagedkv.bench.record import shallow
 from pagedkv.integrations.transformers import PagedCache, Pool, paged_batching, patch
 from pagedkv.integrations.transformers.batching import NEEDED
@@ -201,7 +200,6 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
             )
         for shape in (*PROMPTS, *sorted(shape for shape in shapes if shape[0] == 1)):
             report_prefill(report_of_model, model, shape, turns)
-        report_prefix(report_of_model, model, pools, turns)
     if HOST >= NEEDED:
         report_batch(report_of_model, model, turns)
     report_memory(report_of_model, shapes[0])
@@ -251,20 +249,6 @@ def report_prefill(report: Callable[[Row], None], model: Any, shape: tuple[int, 
         fresh("pages")  # with the turn that does not count, it touches the whole pool
         times = in_turns((*hosts, "pages"), turns, fresh)
     report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
-
-
-def report_prefix(report: Callable[[Row], None], model: Any, pools: dict[str, Pool], turns: int) -> None:
-    """Report the time to the first token of a prompt of 2,000 tokens, unknown and then known."""
-    missed, found = [], []
-    for _ in track(range(turns + 1), "known prompts"):
-        ids = torch.randint(0, 32_000, (1, 2000))
-        missed.append(first_token("pages", model, pools, ids))
-        ids[:, -1] += 1
-        found.append(first_token("pages", model, pools, ids))
-    hit, miss = settled(found[1:]), settled(missed[1:])
-    row = {"case": "prefix", "batch": 1, "context": 2000, "variant": "pages", "unit": "s"}
-    row |= hit.fields(lambda seconds: seconds) | {"unknown": miss.seconds, "hit_over_miss": compare(hit, miss, truediv)}
-    report(row | {"ratios": ratios(hit, miss, truediv), "must": 0.2})
 
 
 def report_batch(report: Callable[[Row], None], model: Any, turns: int) -> None:
