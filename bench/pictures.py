@@ -98,7 +98,7 @@ PICTURES: Final = {
     ),
     "bandwidth": Picture(
         ("bandwidth",),
-        ({"case": ("ceiling",), "pages": ("huge",),
+        ({"case": ("ceiling",),
           "pattern": ("read", "read, random 32 KiB", "read, random 4 KiB", "copy"), **MOVES},
          {"case": ("decode",), "batch": (4,), "context": (4096,), "block_size": (16,), "heads": ("32/8",),
           "head_dim": (128,), "kv": ("bfloat16", "int4"), "dtype": ("bfloat16",), **MOVES},
