@@ -90,7 +90,7 @@ def _ticks(most: float) -> list[float]:
 def bars(title: str, given: Sequence[Bar], *, unit: str, bound: tuple[str, float] | None = None) -> Chart:
     """Return a chart of bars. bound: the name and the value of a dashed line."""
     texts = _column(title, 0, "head")
-    left = 12 + LETTER * max(len(bar.name) for bar in given)
+    left = 12 + LETTER * max(len(words) for bar in given for words in (bar.name, bar.group))
     right = WIDTH - 18 - LETTER * max(len(bar.label) for bar in given)
     most = max([*(max(bar.high, bar.published or 0) for bar in given), bound[1] if bound else 0])
     top = ROW * len(texts) + (ROW if bound else 4)

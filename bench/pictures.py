@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from pagedkv.bench.attention.cells import Cell
@@ -16,6 +17,7 @@ from pagedkv.bench.chart import write
 from pagedkv.bench.plots import SPREAD, charts
 from pagedkv.bench.record import HERE, Row
 
+FOLDER: Final = HERE.parent / "docs/img/bench"
 ZEN4: Final = "AMD EPYC (family 25, model 17), 2 CPUs"
 ZEN5: Final = "AMD EPYC (family 26, model 2), 2 CPUs"
 
@@ -129,14 +131,14 @@ PICTURES: Final = {
 }  # fmt: skip
 
 
-def main() -> None:
+def main(folder: Path = FOLDER) -> None:
     """Draw the pictures of the manual."""
     for name, picture in PICTURES.items():
         rows = list(picture.rows())
         days = sorted({row["when"][:10] for row in rows})
         span = " to ".join(dict.fromkeys((days[0], days[-1])))
         caption = f"{picture.common} {SPREAD} {picture.machine}; {span}."
-        write(charts(name, rows), HERE.parent / "docs/img/bench" / f"{name}.svg", caption)
+        write(charts(name, rows), folder / f"{name}.svg", caption)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def _uniform(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.nd
     return random.integers(1, 1025, count), random.integers(1, 1025, count)
 
 
-# The factors make up for the cuts, so that the means are the published ones; a test holds them.
+# The factors make up for the cuts, so that the means are the published ones.
 SHAREGPT: Final = _chat(161.31 * 1.16, 1.5, 337.99 * 1.015)
 ALPACA: Final = _chat(19.31, 0.7, 58.45)
 

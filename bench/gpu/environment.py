@@ -20,7 +20,6 @@ from pagedkv.bench.gpu.timing import options_of, served
 from pagedkv.kernels import registry
 
 PACKAGES = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "numpy", "pytest")
-PEERS = ("flashinfer-python", "flash-attn-3", "vllm")
 TOOLS = ("compute-sanitizer", "nvcc", "nvidia-smi")
 STATE = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,mig.mode.current"
 
@@ -37,7 +36,7 @@ def state() -> str:
 
 def facts() -> dict[str, Any]:
     """Return the facts of this machine. backends: the objections of each to decoding in bfloat16, [] where it serves"""
-    versions = {name: found for name in (*PACKAGES, *PEERS) if (found := record.version_of(name))}
+    versions = {name: found for name in PACKAGES if (found := record.version_of(name))}
     case = registry.Case(device="cuda", dtype="bfloat16", kv_dtype="bfloat16", head_dim=128, head_dim_v=128)
     found: dict[str, Any] = {"pagedkv": pagedkv.__version__, "python": sys.version.split()[0]}
     found |= {"commit": record.commit(), "versions": versions, "state": state()}

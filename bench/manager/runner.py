@@ -26,7 +26,7 @@ from pagedkv.bench.manager import frame_pool, peers
 from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, ROW, timed, turn_of
 from pagedkv.bench.record import Row
 from pagedkv.bench.worker_process import WorkerProcess
-from pagedkv.core import AddressSpace, Group, MemoryManager
+from pagedkv.core import AddressSpace, MemoryManager
 from pagedkv.errors import InvalidRequest
 
 OURS: Final = "pagedkv"
@@ -217,8 +217,6 @@ def _frame_cases(name: str, call: str, limit: float, work: int, listed: bool = F
     )
 
 
-TWO: Final = (Group(), Group(window=128, sinks=4))
-
 CASES: Final = (
     Case("decode step, 256 sequences", "us", 30, 1, lambda: decode(256, MemoryManager(20_000, BLOCK)), "decode 256"),
     Case(
@@ -228,7 +226,6 @@ CASES: Final = (
     Case(
         "the same, context of 500 tokens", "us", 80, 1, lambda: decode(1024, MemoryManager(100_000, BLOCK), context=500)
     ),
-    Case("the same, two layer groups", "us", None, 1, lambda: decode(1024, MemoryManager(80_000, BLOCK, groups=TWO))),
     Case("get and free a block, by 1,000", "ns", 30, BATCH, lambda: allocate_and_release(BATCH, POOL), peers.ALLOCATE),
     Case("match a block, pool of 1e5", "ns", 100, PAGES, lambda: match(PAGES, POOL), peers.MATCH),
     Case("publish a block, pool of 1e5", "ns", 150, PAGES, lambda: publish(PAGES, POOL), peers.PUBLISH),
