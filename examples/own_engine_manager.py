@@ -1,4 +1,4 @@
-"""An engine with tensors of its own: pagedkv.core decides where each token lives, in integers. Nothing imports torch.
+"""An engine that owns its tensors: pagedkv.core decides where each token lives, in integers. Nothing imports torch.
 
 Run: python examples/own_engine_manager.py
 """

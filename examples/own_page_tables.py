@@ -1,4 +1,4 @@
-"""An engine with page tables of its own: pagedkv counts references, finds pages by the engine's keys, and evicts.
+"""An engine that owns its page tables: pagedkv counts references, finds pages by the engine's keys, and evicts.
 
 Run: python examples/own_page_tables.py
 """
@@ -14,7 +14,7 @@ from pagedkv.errors import OutOfFrames
 BLOCK = 4
 pool = FramePool(num_frames=8, key_bytes=32)
 tables: dict[str, list[int]] = {}  # the engine's page tables: frames of each sequence
-computed: list[int] = []  # frames whose pages the model computed
+computed: list[int] = []  # frames of pages that the model computed
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:

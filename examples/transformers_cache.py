@@ -5,7 +5,7 @@
         model.generate(**inputs, **{CACHE: cache})           greedy, samples, beams; prompt lookup with PagedCache(pool)
 
 Each forward is a step: a hook before it plans, each layer writes and attends, a hook after it commits. Padding is never
-stored. Beams fork pages. It serves decoders of full and sliding attention whose prompts are text; others are refused.
+stored. Beams fork pages. It serves text decoders of full and sliding attention; others are refused.
 
 Run: python examples/transformers_cache.py
 """
@@ -25,7 +25,7 @@ from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
 NAME = "pagedkv"  # of our attention implementation
 IS_OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
 CACHE = "past_key_values" if IS_OLD else "cache"  # the argument of a model that is its cache
-CROP = 64  # tokens that prompt lookup may take back: a layer with a window keeps so many positions behind it
+CROP = 64  # tokens that prompt lookup may take back: a layer with a window keeps as many positions behind it
 
 
 class PagedCache(Cache, AbstractContextManager):
@@ -66,7 +66,7 @@ class PagedCache(Cache, AbstractContextManager):
         return k, v
 
     def end(self, is_done: bool) -> None:
-        """Commit the step, or undo it if the forward raised. Prompts find tokens whose ids are known."""
+        """Commit the step, or undo it if the forward raised. Prompts find tokens with known ids."""
         (batch, L, ids), self.step = self.step, None
         if is_done:
             self.pool.commit(batch, ids)

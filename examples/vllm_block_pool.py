@@ -56,7 +56,7 @@ class Queue:
 
 
 class Map:
-    """The hashes of blocks: BlockHashToBlockMap. A frame has one key; further hashes of a block lie beside the pool."""
+    """The hashes of blocks: BlockHashToBlockMap. A frame has one key; further hashes of a block lie in a dict."""
 
     def __init__(self, blocks: list[KVCacheBlock], frames: FramePool) -> None:
         self.blocks, self.frames = blocks, frames

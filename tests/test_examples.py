@@ -30,12 +30,10 @@ def test_there_is_an_example_of_each_way_in() -> None:
     names = {path.stem for path in EXAMPLES}
     assert names == {
         "own_engine_manager",
-        "own_engine_cache",
         "own_page_tables",
         "foreign_tensors",
         "prefix_and_forks",
         "replay_trace",
-        "toy_engine",
         *HOSTED,
     }
 

@@ -1,1 +1,1 @@
-"""The manual beside its words: pictures."""
+"""The manual's pages that are more than their words: a whole engine."""
