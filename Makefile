@@ -219,6 +219,7 @@ $(STAMPS)/base: $(STAMPS)/torch $(INPUTS)
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/base
-	@echo "installing what the tests and the docs need into $(VENV)"
+	@echo "compiling all instruction sets, installing what the tests and the docs need into $(VENV)"
+	@PAGEDKV_BUILD_SETS=all $(BIN)/python setup.py -q build_ext --inplace
 	@$(PIP) $(TESTED) 'pagedkv[dev,docs]'  # pagedkv is installed: pip adds what the extras name, and builds nothing again
 	@touch $@

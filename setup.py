@@ -5,13 +5,20 @@ The extension `pagedkv.kernels._cpu` is built from csrc/cpu: pybind11 over raw p
 against torch, so one wheel serves every torch version. The extension is optional: without pybind11 or a compiler the
 install succeeds, and one line says what is missing and which kernels serve instead. pip shows the line with -v;
 `pagedkv doctor` prints the same at run time.
+
+An editable install compiles the best instruction set of this machine and the portable one; wheels, and
+PAGEDKV_BUILD_SETS=all, compile all four. Objects of an editable install stay in build/objects, and only what changed
+is compiled again. build/compile_commands.json has the commands, for clangd.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
+import shlex
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,12 +29,12 @@ from setuptools.errors import BaseError, CCompilerError
 
 SOURCES = sorted(path.as_posix() for path in Path("csrc/cpu").rglob("*.cpp"))
 
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # Each instruction set has a source with flags of its own. The processor decides at run time which of them runs.
 X86_FLAGS = {
+    "avx512_bf16.cpp": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"],
+    "avx512.cpp": AVX512,
     "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512.cpp": [*AVX512, "-mfma", "-mf16c"],
-    "avx512_bf16.cpp": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mfma", "-mf16c"],
 }
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
 # gcc's own AVX-512 headers leave unread lanes undefined.
@@ -74,31 +81,55 @@ def extensions() -> list[Extension]:
     ]
 
 
+def sets_of_this_machine(compiler: list[str]) -> list[str]:
+    """Return the source of the best instruction set that this machine has; all sources if the compiler cannot say."""
+    command = [*compiler[:1], "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    native = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    if "__x86_64__" not in native:
+        return list(X86_FLAGS)
+    macros = {name: [f"__{flag.removeprefix('-m').upper()}__" for flag in flags] for name, flags in X86_FLAGS.items()}
+    return [name for name, needed in macros.items() if all(f"#define {macro} " in native for macro in needed)][:1]
+
+
 class OptionalBuild(build_ext):
     """A build_ext that prints a line if this machine cannot build the extension, and goes on."""
+
+    def run(self) -> None:
+        """Build the extension; see setuptools. Its own `run` clears `inplace` while it builds."""
+        self.for_checkout = bool(self.inplace or self.editable_mode)
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         """Build the extension, or print one line that says what is missing. The install goes on in both cases."""
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                self._compile_at_once(pool)
+                kept = Path("build/objects") if self.for_checkout else None
+                if kept:
+                    self.build_temp, self.force = str(kept), True  # objects that are up to date are not compiled again
+                sets = list(X86_FLAGS)
+                if kept and os.environ.get("PAGEDKV_BUILD_SETS") != "all":
+                    sets = sets_of_this_machine(self.compiler.compiler_so)
+                commands = Commands(sets, kept)
+                self._compile_at_once(pool, commands)
                 super().build_extension(ext)
+                commands.write()
         except (BaseError, CCompilerError, OSError) as why:
             say(f"the C++ kernels are not built: {why}. {REMEDY.format('a C++17 compiler')}")
 
-    def _compile_at_once(self, pool: ThreadPoolExecutor) -> None:
-        """Let the compiler run once for each processor, and add the flags of each source.
+    def _compile_at_once(self, pool: ThreadPoolExecutor, commands: Commands) -> None:
+        """Let the compiler run once for each processor, with the flags of each source, for what is not up to date.
 
         setuptools compiles one source after the other, with the same flags for all.
         """
         compile_all, compile_one = self.compiler.compile, self.compiler._compile
-        x86, jobs = platform.machine().lower() in ("x86_64", "amd64"), []
+        jobs = []
 
         def with_own_flags(
             obj: str, src: str, ext: str, cc_args: list[str], extra_postargs: list[str], pp_opts: list[str]
         ) -> None:
-            own = X86_FLAGS.get(Path(src).name, []) if x86 else []
-            jobs.append(pool.submit(compile_one, obj, src, ext, cc_args, [*extra_postargs, *own], pp_opts))
+            flags = [*extra_postargs, *commands.flags_of(src)]
+            if not commands.is_done(obj, src, [*self.compiler.compiler_so, *cc_args, src, "-o", obj, *flags]):
+                jobs.append(pool.submit(compile_one, obj, src, ext, cc_args, flags, pp_opts))
 
         def compile_and_wait(*sources: Any, **options: Any) -> list[str]:
             objects: list[str] = compile_all(*sources, **options)
@@ -107,6 +138,45 @@ class OptionalBuild(build_ext):
             return objects
 
         self.compiler._compile, self.compiler.compile = with_own_flags, compile_and_wait
+
+
+class Commands:
+    """The command of each source, and which objects of an earlier build are up to date.
+
+    sets: the sources of X86_FLAGS that are compiled    kept: the folder of the objects; None if none are kept
+    """
+
+    FILE = Path("build/compile_commands.json")
+
+    def __init__(self, sets: list[str], kept: Path | None) -> None:
+        self.kept = kept
+        self.x86 = {name: X86_FLAGS[name] for name in sets} if platform.machine().lower() in ("x86_64", "amd64") else {}
+        self.without = [f"-DPAGEDKV_WITHOUT_{Path(name).stem.upper()}" for name in X86_FLAGS if name not in sets]
+        self.now: dict[str, str] = {}
+        self.before: dict[str, str] = {}
+        if kept and self.FILE.exists():
+            self.before = {entry["file"]: entry["command"] for entry in json.loads(self.FILE.read_text())}
+
+    def flags_of(self, src: str) -> list[str]:
+        """Return the flags that only this source has."""
+        depends = ["-MMD"] if self.kept else []
+        return [*depends, *(self.without if src.endswith("bindings.cpp") else self.x86.get(Path(src).name, []))]
+
+    def is_done(self, obj: str, src: str, command: list[str]) -> bool:
+        """Record the command, and return whether the object was made by it from files that are older."""
+        self.now[src] = shlex.join(command)
+        made, depends = Path(obj), Path(obj).with_suffix(".d")
+        if self.before.get(src) != self.now[src] or not made.exists() or not depends.exists():
+            return False
+        files = [Path(name) for name in depends.read_text().partition(":")[2].replace("\\\n", " ").split()]
+        return all(file.exists() and file.stat().st_mtime <= made.stat().st_mtime for file in files)
+
+    def write(self) -> None:
+        """Write the commands; only after a build that went well, so that a failed one is done again."""
+        if self.kept:
+            here = str(Path.cwd())
+            entries = [{"directory": here, "file": src, "command": command} for src, command in self.now.items()]
+            self.FILE.write_text(json.dumps(entries, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -189,6 +192,37 @@ def test_a_compiler_and_a_source_make_an_extension(fresh, tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path / "pagedkv/kernels", check=True, stdout=subprocess.PIPE, text=True
     )
     assert run.stdout == "42\n"
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set on this machine")
+def test_a_checkout_compiles_the_set_of_this_machine_and_later_only_what_changed(fresh):
+    for old in (fresh / "csrc/cpu").rglob("*.cpp"):
+        old.unlink()
+    (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
+    header = fresh / "csrc/cpu/isa/empty.inc"
+    header.touch()
+    for name in ("avx2", "avx512", "avx512_bf16"):
+        (header.parent / f"{name}.cpp").write_text('#include "isa/empty.inc"\n')
+
+    def compiled(sets: str = "") -> tuple[int, set[str]]:
+        """Return how many sources have flags of a set, and the objects that were made."""
+        now = time.time_ns()
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=fresh, env=os.environ | {"PAGEDKV_BUILD_SETS": sets}, check=True)
+        commands = [entry["command"] for entry in json.loads((fresh / "build/compile_commands.json").read_text())]
+        made = {path.stem for path in (fresh / "build/objects").rglob("*.o") if path.stat().st_mtime_ns >= now}
+        return sum("-mavx" in command for command in commands), made
+
+    num_sets, made = compiled()
+    assert num_sets <= 1
+    assert made == {"dummy", "avx2", "avx512", "avx512_bf16"}
+    assert compiled() == (num_sets, set())
+    num_sets, made = compiled("all")
+    assert num_sets == 3
+    assert "dummy" not in made
+    header.touch()
+    assert compiled("all") == (3, {"avx2", "avx512", "avx512_bf16"})
 
 
 def test_constraints_name_what_the_tests_need():

@@ -128,6 +128,13 @@ constexpr int64_t WHOLE = 64;  // elements of x are padded with zeros to a multi
 constexpr int64_t LINEAR_ROWS = 24;  // no walk makes the products of more rows of W at a time
 constexpr int64_t ROW_ROOM = 32;  // these products have room for ROW_ROOM (T + 1) floats, so for whole vectors
 
+struct LinearIsa {
+    void (*take)(const Linear&, char* scratch);  // norm x into a thread's scratch
+    void (*rows)(const Linear&, int64_t first, int64_t end, char* scratch);  // columns of the result
+    void (*add_normed)(const AddNormed&, char* scratch);
+    void (*norm_rotate)(const NormRotate&, int64_t first, int64_t end, char* scratch);  // rows (token, head of q or k)
+};
+
 struct Isa {
     const char* name;
     bool (*supported)();
@@ -138,10 +145,7 @@ struct Isa {
     void (*gather)(const Gather&, int64_t first, int64_t end);  // rows
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling
-    void (*take)(const Linear&, char* scratch);  // norm x into a thread's scratch
-    void (*linear)(const Linear&, int64_t first, int64_t end, char* scratch);  // columns of the result
-    void (*add_normed)(const AddNormed&, char* scratch);
-    void (*norm_rotate)(const NormRotate&, int64_t first, int64_t end, char* scratch);  // rows (token, head of q or k)
+    const LinearIsa& linear;
 };
 
 extern const Isa portable_isa, avx2_isa, avx512_isa, avx512_bf16_isa;

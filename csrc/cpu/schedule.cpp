@@ -236,12 +236,12 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
     std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(threads));
     run_team(threads, [&](int thread) {
         char* mine = memory + thread * bytes;
-        isa.take(l, mine);
+        isa.linear.take(l, mine);
         for (int i = 0; i < threads; i++) {
             int64_t owner = (thread + i) % threads, first = owner * range, end = std::min(first + range, l.N);
             for (int64_t at; (at = first + taken[owner].fetch_add(run)) < end;) {
                 help_to_copy(threads, (end - at - run) * (streamed / l.N));
-                isa.linear(l, at, std::min(at + run, end), mine);
+                isa.linear.rows(l, at, std::min(at + run, end), mine);
             }
         }
     });
@@ -249,7 +249,7 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
 
 void run_add_normed(const Isa& isa, const AddNormed& a) {
     thread_local Memory scratches;
-    isa.add_normed(a, scratches.of(12 * a.N + 256));
+    isa.linear.add_normed(a, scratches.of(12 * a.N + 256));
 }
 
 void run_norm_rotate(const Isa& isa, const NormRotate& h, int threads) {
@@ -260,7 +260,7 @@ void run_norm_rotate(const Isa& isa, const NormRotate& h, int threads) {
     std::atomic<int> next{0};
     run_team(threads, [&](int thread) {
         for (int i; (i = next++) < threads;)
-            isa.norm_rotate(h, rows * i / threads, rows * (i + 1) / threads, memory + thread * bytes);
+            isa.linear.norm_rotate(h, rows * i / threads, rows * (i + 1) / threads, memory + thread * bytes);
     });
 }
 

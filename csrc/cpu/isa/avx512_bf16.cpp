@@ -3,6 +3,8 @@
 #define PAGEDKV_AVX512
 #define PAGEDKV_BF16_DOT
 #define PAGEDKV_ISA avx512_bf16_isa
+#define PAGEDKV_LINEAR_ISA avx512_bf16_linear
+#define PAGEDKV_STREAM_UNIT avx512_bf16_stream
 #define PAGEDKV_NAME "avx512_bf16"
 #define PAGEDKV_SUPPORTED                                                                                             \
     (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \

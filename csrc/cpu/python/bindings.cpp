@@ -13,8 +13,14 @@
 namespace pagedkv {
 
 const Isa* const ISAS[] = {
-#if defined(__x86_64__)
-    &avx512_bf16_isa, &avx512_isa, &avx2_isa,
+#if defined(__x86_64__) && !defined(PAGEDKV_WITHOUT_AVX512_BF16)
+    &avx512_bf16_isa,
+#endif
+#if defined(__x86_64__) && !defined(PAGEDKV_WITHOUT_AVX512)
+    &avx512_isa,
+#endif
+#if defined(__x86_64__) && !defined(PAGEDKV_WITHOUT_AVX2)
+    &avx2_isa,
 #endif
     &portable_isa, nullptr,
 };

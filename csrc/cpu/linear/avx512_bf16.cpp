@@ -1,0 +1,2 @@
+#define PAGEDKV_LINEAR
+#include "../isa/avx512_bf16.cpp"
