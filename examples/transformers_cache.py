@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
 
-NAME = "pagedkv"  # of our attention implementation
+NAME = "pagedkv_example"  # of our attention function; "pagedkv" is that of patch()
 IS_OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
 CACHE = "past_key_values" if IS_OLD else "cache"  # the argument of a model that is its cache
 CROP = 64  # tokens that prompt lookup may take back: a layer with a window keeps as many positions behind it
