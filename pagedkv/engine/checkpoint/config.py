@@ -276,14 +276,10 @@ def _layer_types(family: str, f: Fields) -> tuple[str, ...]:
         pattern = f.integer("sliding_window_pattern")
         slides = lambda i: (i + 1) % pattern != 0  # noqa: E731
     else:
-        first = f.integer("max_window_layers", 28) if _qwen_slides(f) else num_layers
+        has_windows = f.flag("use_sliding_window", default=False) and f.values.get("sliding_window", 4096) is not None
+        first = f.integer("max_window_layers", 28) if has_windows else num_layers
         slides = lambda i: i >= first  # noqa: E731
     return tuple(SLIDING if slides(i) else FULL for i in range(num_layers))
-
-
-def _qwen_slides(f: Fields) -> bool:
-    """Return whether a Qwen config switches sliding windows on."""
-    return f.flag("use_sliding_window", default=False) and f.values.get("sliding_window", 4096) is not None
 
 
 def _windows(family: str, f: Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:

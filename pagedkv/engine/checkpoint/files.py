@@ -87,6 +87,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_json_if_present(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object of a JSON file of a folder; an empty one without the file. Raises: as `read_json`."""
+    return read_json(folder / name) if is_present(folder, name) else {}
+
+
 def is_plain_name(name: object) -> bool:
     """Return whether `name` can be an entry of a folder, and leads nowhere else."""
     if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tokenizers import AddedToken
 
 from pagedkv.engine.checkpoint.fields import shown
-from pagedkv.engine.checkpoint.files import is_present, read_json
+from pagedkv.engine.checkpoint.files import read_json_if_present
 from pagedkv.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def read_config(folder: Path, raw: tokenizers.Tokenizer) -> dict[str, Any]:
 
     Modifies: raw, to which missing tokens are added. Raises: CheckpointError if a file does not hold what it should
     """
-    where, config = folder / CONFIG, _read(folder, CONFIG)
+    where, config = folder / CONFIG, read_json_if_present(folder, CONFIG)
     listed = config.pop("added_tokens_decoder", None)
     names = _names(folder, config, with_map=listed is None)
     extra = _checked(config.pop(EXTRA, None) or [], list, where)
     if listed is None:
         texts = {_text(value, where) for value in (*(names[name] for name in STANDARD if name in names), *extra)}
-        ids, where_listed = {i: text for text, i in _read(folder, ADDED).items()}, folder / ADDED
+        ids, where_listed = {i: text for text, i in read_json_if_present(folder, ADDED).items()}, folder / ADDED
         tokens = [_token(ids[i], where_listed, special=ids[i] in texts) for i in _in_order(ids, where_listed)]
     else:
         tokens = [_token(listed[i], where) for i in _in_order(_checked(listed, dict, where), where)]
@@ -65,7 +65,7 @@ def _names(folder: Path, config: dict[str, Any], *, with_map: bool) -> dict[str,
     own |= _checked(config.pop("model_specific_special_tokens", {}), dict, folder / CONFIG)
     own |= config.pop(EXTRA) if isinstance(config.get(EXTRA), dict) else {}
     if with_map:
-        further = _read(folder, MAP)
+        further = read_json_if_present(folder, MAP)
         if isinstance(further.get(EXTRA), list):
             further[EXTRA] = [*(config.get(EXTRA) or []), *further[EXTRA]]
         config |= further
@@ -113,7 +113,3 @@ def _checked(value: Any, kind: type, where: Path) -> Any:
     if not isinstance(value, kind):
         raise CheckpointError(f"{where} has the tokens {shown(value)}; they must be a {kind.__name__}")
     return value
-
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(folder / name) if is_present(folder, name) else {}

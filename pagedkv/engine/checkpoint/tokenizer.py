@@ -17,7 +17,7 @@ import tokenizers
 
 from pagedkv.engine.checkpoint.chat_template import ChatTemplate
 from pagedkv.engine.checkpoint.fields import shown
-from pagedkv.engine.checkpoint.files import is_present, read_bytes, read_json, read_text
+from pagedkv.engine.checkpoint.files import is_present, read_bytes, read_json_if_present, read_text
 from pagedkv.engine.checkpoint.special_tokens import read_config
 from pagedkv.engine.checkpoint.token_reach import Reach, reach
 from pagedkv.errors import CheckpointError, InvalidRequest
@@ -184,10 +184,6 @@ class Tokenizer:
         return None if text is None else self.raw.token_to_id(text)
 
 
-def _read_if_present(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(folder / name) if is_present(folder, name) else {}
-
-
 @contextmanager
 def _failures(sentence: str) -> Iterator[None]:
     """Turn an error of the library, which raises bare Exception and, if it panics, a BaseException of its own."""
@@ -205,9 +201,9 @@ def _failure(sentence: str, error: BaseException) -> CheckpointError:
 
 def _eos_ids(folder: Path) -> list[int]:
     """Read the end tokens of generation_config.json, or else of config.json. The field holds one id or several."""
-    config = _read_if_present(folder, "config.json")
+    config, own = (read_json_if_present(folder, name) for name in ("config.json", "generation_config.json"))
     nested = config.get("text_config")
-    configs = (_read_if_present(folder, "generation_config.json"), config, nested if isinstance(nested, dict) else {})
+    configs = (own, config, nested if isinstance(nested, dict) else {})
     found: Any = next((values["eos_token_id"] for values in configs if values.get("eos_token_id") is not None), [])
     ids = found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) and not isinstance(i, bool) and -(2**31) <= i < 2**31 for i in ids):  # -1: none

@@ -244,10 +244,6 @@ class _Source:
         taken, self.region = self.region[:num_bytes], self.region[_whole_lines(num_bytes) :]
         return taken.view(dtype).view(shape)
 
-    def full_name(self, name: str) -> str:
-        """Return the name under which the checkpoint stores the tensor `name`."""
-        return name if name == self.head else self.prefix + name
-
     def matrix(self, parts: Sequence[tuple[str, int]], columns: int | None = None) -> Tensor:
         """Read tensors and stack them along their rows: [sum of rows, columns], or [sum of rows] without `columns`."""
         tail = () if columns is None else (columns,)
@@ -286,7 +282,7 @@ class _Source:
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the full name of a tensor. Raises: CheckpointError if it is absent, or of a wrong shape or dtype"""
-        name = self.full_name(name)
+        name = name if name == self.head else self.prefix + name
         if name not in self.file_of:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name} {list(shape)}; config.json and safetensors are not of one model"

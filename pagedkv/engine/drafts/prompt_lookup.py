@@ -50,8 +50,9 @@ class PromptLookup:
         runs = self._seen.get(sequence)
         if runs is None:
             runs = self._seen[sequence] = _Runs(self.shortest, self.longest)
-        place = runs.find(sequence.tokens)
-        return [] if place is None else _continuation(sequence.tokens, place, count)
+        tokens, begin = sequence.tokens, runs.find(sequence.tokens)
+        # text that repeats itself up to its end goes round once more
+        return [] if begin is None else [tokens[begin + n % (len(tokens) - begin)] for n in range(count)]
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the table of a sequence."""
@@ -60,14 +61,6 @@ class PromptLookup:
     def recover(self) -> None:
         """Drop all tables."""
         self._seen.clear()
-
-
-def _continuation(tokens: list[int], begin: int, count: int) -> list[int]:
-    """Return `count` tokens from `begin` on; text that repeats itself up to its end goes round once more."""
-    drafts = tokens[begin : begin + count]
-    while len(drafts) < count:
-        drafts += tokens[begin : begin + count - len(drafts)]
-    return drafts
 
 
 class _Runs:

@@ -26,7 +26,7 @@ a preemption or an interrupt. A gang is preempted as a whole, so it never holds 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -62,39 +62,16 @@ class Beams(NamedTuple):
 
 
 class BeamSearch:
-    """A search, and the rules by which it goes on.
+    """The search that `params` ask for, and the rules by which it goes on.
 
-    ends: tokens that end an output. max_tokens: the most tokens of an output.
-    early_stopping: see SamplingParams.
+    ends: tokens that end an output: the stop ids, and `eos_ids`. max_tokens: the most tokens of an output.
     """
 
-    def __init__(
-        self,
-        num_beams: int,
-        *,
-        ends: frozenset[int],
-        max_tokens: int,
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-    ) -> None:
-        self.num_beams: int = num_beams
+    def __init__(self, params: SamplingParams, eos_ids: Iterable[int], max_tokens: int) -> None:
+        self.num_beams: int = params.num_beams
         self.state: Beams = Beams()
-        self.ends: frozenset[int] = ends
-        self._max_tokens = max_tokens
-        self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
-
-    @classmethod
-    def of(cls, params: SamplingParams, eos_ids: Iterable[int], max_tokens: int) -> BeamSearch:
-        """Return the search that `params` ask for. max_tokens: the most output tokens."""
-        ends = frozenset((*params.stop_ids, *(() if params.ignore_eos else eos_ids)))
-        return cls(
-            params.num_beams,
-            ends=ends,
-            max_tokens=max_tokens,
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-        )
+        self.ends: frozenset[int] = frozenset((*params.stop_ids, *(() if params.ignore_eos else eos_ids)))
+        self._params, self._max_tokens = params, max_tokens
 
     @property
     def common(self) -> tuple[int, ...]:
@@ -122,7 +99,7 @@ class BeamSearch:
             _Beam((*state.live[place // vocabulary].tokens, place % vocabulary), score, place // vocabulary)
             for score, place in zip(found.values.tolist(), found.indices.tolist(), strict=True)
         ]
-        penalised = (found.values / length**self._length_penalty).tolist()
+        penalised = (found.values / length**self._params.length_penalty).tolist()
         is_last = length >= self._max_tokens
         live = [beam for beam in best if not (is_last or beam.tokens[-1] in self.ends)]
         ended = [
@@ -130,7 +107,7 @@ class BeamSearch:
             for beam, score in zip(best[: self.num_beams], penalised, strict=False)
             if is_last or beam.tokens[-1] in self.ends
         ]
-        if self._early_stopping is True and len(state.ended) == self.num_beams:
+        if self._params.early_stopping is True and len(state.ended) == self.num_beams:
             ended = []
         kept = sorted((*state.ended, *ended), key=lambda beam: -beam.score)[: self.num_beams]
         live = live[: self.num_beams]
@@ -144,10 +121,10 @@ class BeamSearch:
         """
         if len(ended) < self.num_beams:
             return False
-        longest = self._early_stopping == "never" and self._length_penalty > 0
-        length = self._max_tokens if longest else len(best.tokens)
-        hoped = torch.tensor(best.score) / length**self._length_penalty
-        return self._early_stopping is True or bool(hoped <= min(beam.score for beam in ended))
+        penalty, stopping = self._params.length_penalty, self._params.early_stopping
+        length = self._max_tokens if stopping == "never" and penalty > 0 else len(best.tokens)
+        hoped = torch.tensor(best.score) / length**penalty
+        return stopping is True or bool(hoped <= min(beam.score for beam in ended))
 
 
 def search_of(request: Request) -> BeamSearch | None:

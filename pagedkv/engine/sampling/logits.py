@@ -25,7 +25,7 @@ has no rules and costs nothing.
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -98,22 +98,13 @@ class LogitsRules:
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
     @classmethod
-    def of(
-        cls,
-        params: SamplingParams,
-        tokens: list[int],
-        num_prompt: int,
-        *,
-        ends: Iterable[int] = (),
-        grammar: Grammar | None = None,
-    ) -> LogitsRules | None:
+    def of(cls, params: SamplingParams, tokens: list[int], num_prompt: int, **options: Any) -> LogitsRules | None:
         """Return the rules that `params` ask for; None if they ask for none. Arguments: those of the class."""
         p = params
         penalises = p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
-        edits = p.logit_bias or p.allowed_ids is not None or p.logits_processor or p.min_tokens or grammar
-        if not (penalises or edits):
-            return None
-        return cls(params, tokens, num_prompt, ends=ends, grammar=grammar)
+        edits = p.logit_bias or p.allowed_ids is not None or p.logits_processor or p.min_tokens
+        has_rules = penalises or edits or options.get("grammar")
+        return cls(params, tokens, num_prompt, **options) if has_rules else None
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the logits to draw from, a new tensor.

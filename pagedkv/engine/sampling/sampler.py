@@ -16,8 +16,8 @@ Each filter keeps a prefix of the tokens sorted by probability, always with the 
 token, on the CPU, from its own generator, and computes its row from its own logits. So its tokens depend on its seed
 and not on the other requests of the batch.
 
-`_filtered` is the definition, in float64, by a sort of the vocabulary; `_probabilities` and GPUs use it. On a CPU
-`sample` sorts only the tokens that top_k and top_p may keep. There sums over the vocabulary are of float32 weights.
+`_filtered` is the definition, in float64, by a sort of the vocabulary; GPUs use it. On a CPU `sample` sorts only the
+tokens that top_k and top_p may keep. There sums over the vocabulary are of float32 weights.
 """
 
 from __future__ import annotations
@@ -324,25 +324,6 @@ def skip(generator: torch.Generator, num_tokens: int) -> None:
 
 def _uniform(generator: torch.Generator) -> Tensor:
     return torch.rand(1, dtype=torch.float64, generator=generator)
-
-
-def _probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return the distribution from which each row's next token is drawn; a greedy row has a single 1.
-
-    Shapes: logits float32 [B, V]; returns float64 [B, V], each row with the sum 1
-    Raises: InvalidRequest if the rules of a row fail
-    """
-    errors: dict[int, str] = {}
-    ruled = _ruled(logits, rows, errors)
-    if errors:
-        raise InvalidRequest("; ".join(f"row {b}: {error}" for b, error in errors.items()))
-    logits = torch.stack([ruled.get(b, z) for b, z in enumerate(logits)]) if ruled else logits
-    drawn_from = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
-    if drawing:
-        kept = _filtered(logits[drawing], [rows[b].params for b in drawing])
-        drawn_from[drawing] = kept / kept.sum(dim=-1, keepdim=True)
-    return drawn_from
 
 
 def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

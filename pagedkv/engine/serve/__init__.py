@@ -4,7 +4,7 @@
        ▲
     app ── bodies, answers ──▶ OpenAI's completions and chat, as FastAPI routes      with the extra `serve`
        ▲
-    process ── gate, shares, metrics ──▶ `pagedkv serve`: uvicorn, signals, limits
+    process ── gate, shares ──▶ `pagedkv serve`: uvicorn, signals, limits
 
 May import model, and the collector of prometheus metrics; never cli.
 """

@@ -20,17 +20,18 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.exceptions import HTTPException
 
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.serve import answers
 from pagedkv.engine.serve.bodies import BadBody, Body, ChatBody, CompletionBody, read
 from pagedkv.engine.serve.gate import GONE, RETRY_SECONDS
-from pagedkv.engine.serve.metrics import Metrics
 from pagedkv.engine.serve.shares import Place
 from pagedkv.engine.serve.streaming import AsyncEngine, Stream
 from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import CheckpointError, EngineStopped, InvalidRequest, PagedKVError, QueueFull
+from pagedkv.integrations import prometheus
 
 MOST_LOGPROBS: Final = 2**22
 """Log-probabilities of one answer: each takes about 100 bytes until the answer is sent."""
@@ -52,13 +53,16 @@ class Service:
 class Routes:
     """The handlers over one service. `app` is the ASGI application.
 
-    metrics: metrics of the service. is_draining: set by the process when it will end.
+    is_draining: set by the process when it will end.
     """
 
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine.engine
         self._texts = answers.TokenTexts(self._engine.tokenizer)
-        self.metrics: Metrics = Metrics(self._engine)
+        self._registry = CollectorRegistry()
+        prometheus.register_engine(self._engine, registry=self._registry)
+        meaning = "Answers under /v1 by status, refusals too; 499: the client went away before."
+        self._answers = Counter("pagedkv_answers", meaning, ["status"], registry=self._registry)
         self.is_draining: bool = False
         self._began = int(time.time())
         self._reading = Lock()  # a reader holds the interpreter: the event loop waits for one of them, not for all
@@ -109,7 +113,12 @@ class Routes:
 
     async def scrape(self) -> Response:
         """Answer GET /metrics."""
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = generate_latest(self._registry)  # the figures of the engine are read now
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def count(self, status: int) -> None:
+        """Count an answer under /v1."""
+        self._answers.labels(str(status)).inc()
 
     # --- how it is answered ---
 

@@ -118,10 +118,10 @@ class _Server(uvicorn.Server):
     def __init__(self, sock: socket.socket, engine: AsyncEngine, listening: Listening) -> None:
         self._engine, self._listening = engine, listening
         self._routes = Routes(Service(engine, listening.name, listening.max_prompt, listening.step_s))
-        metrics, running = self._routes.metrics, engine.engine.scheduler.limits.max_sequences
+        running = engine.engine.scheduler.limits.max_sequences
         most = running + listening.max_waiting
         rules = Rules(listening.keys, listening.max_body, most, _shares(listening, running))
-        self._gate = Gate(self._routes.app, rules, metrics.answered)
+        self._gate = Gate(self._routes.app, rules, self._routes.count)
         gate: Any = self._gate
         app: Any = _KnownHosts(gate, _hosts(sock, listening), www_redirect=False)
         super().__init__(

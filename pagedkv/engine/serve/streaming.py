@@ -170,11 +170,6 @@ class AsyncEngine:
         return Stream(self, list(prompts), params, options)
 
     @property
-    def num_open(self) -> int:
-        """The number of streams that were begun and are neither finished nor closed."""
-        return len(self._open)
-
-    @property
     def busy_s(self) -> float:
         """Seconds since the step under way began; 0.0 between steps. A number that grows is a step that hangs."""
         since = self._busy_since

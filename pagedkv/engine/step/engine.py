@@ -56,7 +56,7 @@ from pagedkv.engine.step.delivery import Delivery
 from pagedkv.engine.step.events import StepEvent
 from pagedkv.engine.step.fetches import tiers_for
 from pagedkv.engine.step.meter import EngineStats, Meter
-from pagedkv.engine.step.outcome import outcome_of, rows_of
+from pagedkv.engine.step.outcome import outcome_of
 from pagedkv.engine.step.scheduler import Scheduler
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.tiers.tier import CLOSING, Tier
@@ -180,8 +180,9 @@ class Engine(ThreadGuard):
         ids = _prompt_ids(prompt, self.tokenizer)
         num_samples = whole(num_samples, "num_samples", 1)
         _check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
-        _check_listener(on_text)
         _check_samples(num_samples, self.scheduler.limits)
+        if on_text is not None and not callable(on_text):
+            raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
         now = time.perf_counter()
         deadline = _deadline_of(timeout, now)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
@@ -189,7 +190,7 @@ class Engine(ThreadGuard):
         request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
             most = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
-            request.search = BeamSearch.of(params, self.tokenizer.eos_ids, most)
+            request.search = BeamSearch(params, self.tokenizer.eos_ids, most)
             _check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
         request.completions = [Completion(request, index) for index in range(num_samples)]
         with self._submitting:
@@ -298,10 +299,6 @@ class Engine(ThreadGuard):
     @exclusive
     def _step(self) -> None:
         """Take in what is new, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
-        self.cache.hand_over()
-        if not self._is_whole:
-            self._restart()
-        self._is_whole = False
         began = time.perf_counter()
         self._take_in_now()
         chunks, batch = self.scheduler.next_step()
@@ -319,7 +316,7 @@ class Engine(ThreadGuard):
         guesses, searching = self.speculation, bool(self.scheduler.searching)
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
-            rows = rows_of(batch.plan.cu_seqlens_q[1:].tolist(), chunks, guesses)
+            rows = Speculation.rows(batch.plan.cu_seqlens_q[1:].tolist(), chunks)
             logits = self.forward(token_ids, batch, rows)
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
             outcome = outcome_of(chunks, families, logits, speculation=guesses, is_searching=searching)
@@ -337,15 +334,15 @@ class Engine(ThreadGuard):
 
     @exclusive
     def _take_in(self) -> None:
-        self.cache.hand_over()
-        if not self._is_whole:
-            self._restart()
-        self._is_whole = False
         self._take_in_now()
         self._is_whole = True
 
     def _take_in_now(self) -> None:
-        """Queue what was submitted, end what is over its time, and give back the frames of what has ended."""
+        """Restart after a step that did not end. Queue what came, end what is over its time, free what has ended."""
+        self.cache.hand_over()
+        if not self._is_whole:
+            self._restart()
+        self._is_whole = False
         if self._was_interrupted:
             self.cache.recover()
             held = sum(s.space is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
@@ -463,12 +460,6 @@ def _check_samples(num_samples: int, limits: Limits) -> None:
             f"num_samples is {num_samples}, and {limits.max_sequences} sequences may run at once; "
             "lower it, or raise Limits.max_sequences"
         )
-
-
-def _check_listener(on_text: OnText | None) -> None:
-    """Raise InvalidRequest if the listener cannot be called."""
-    if on_text is not None and not callable(on_text):
-        raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
 
 
 def _deadline_of(timeout: float | None, now: float) -> float | None:

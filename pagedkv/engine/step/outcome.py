@@ -95,13 +95,6 @@ def _follow(turn: Turn, delivery: Delivery, scheduler: Scheduler) -> None:
             scheduler.follow(turn)
 
 
-def rows_of(ends: list[int], chunks: list[Chunk], speculation: Speculation | None) -> list[int]:
-    """Return the tokens of the batch whose logits are needed. ends: the end of each chunk in the batch"""
-    if speculation is None:
-        return [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
-    return speculation.rows(ends, chunks)
-
-
 def outcome_of(
     chunks: list[Chunk],
     families: list[list[SequenceState]],
@@ -113,7 +106,7 @@ def outcome_of(
     """Return the outcome of a step.
 
     families: one for each chunk that is its sequence's last. is_searching: whether a chunk may belong to a beam
-    Shapes: logits float32 [N, V], the rows of `rows_of`
+    Shapes: logits float32 [N, V], the rows of `Speculation.rows`
     """
     own = logits if speculation is None else logits[speculation.own_rows(chunks)]
     turns: list[Turn] = []
