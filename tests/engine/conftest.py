@@ -7,6 +7,7 @@ and head_dim differs from hidden / heads if the family allows it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +52,6 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **ROPE}}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
-    "llama-yarn-mscale": (
-        "Llama",
-        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
-    ),
-    "llama-yarn-factor": (
-        "Llama",
-        {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}},
-    ),
     "mistral": ("Mistral", {**HEAD_DIM, "sliding_window": 37}),
     "mistral-full": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
@@ -104,6 +97,10 @@ class Checkpoint:
         return out[0, len(prompt) :].tolist()
 
 
+Checkpoints = Callable[[str], Checkpoint]
+"""A function from a name in CHECKPOINTS to its Checkpoint."""
+
+
 def build(name: str, seed: int = 0, **sizes: int) -> Any:
     """Build the transformers model that CHECKPOINTS calls `name`, with random parameters. sizes: others than SMALL's"""
     architecture, options = CHECKPOINTS[name]
@@ -129,8 +126,8 @@ def _mean(parameter_name: str, architecture: str) -> float:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function from a name in CHECKPOINTS to its Checkpoint, which is built at the first call."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Each checkpoint is built at the first call for its name."""
     built: dict[str, Checkpoint] = {}
 
     def get(name: str) -> Checkpoint:

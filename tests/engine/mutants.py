@@ -28,7 +28,7 @@ FAULTS = (
     Fault(
         "a listener that is always interrupted does not stop its engine: it is told for ever",
         "step/delivery.py", "            if is_end and completion.was_told and", "            if False and",
-        "step/test_listeners.py",
+        "step/test_trust.py -k told_of_its_end_twice",
     ),
     Fault(
         "the KV that others compute is waited for only if that pays: always",

@@ -19,6 +19,7 @@ from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import PagedKVError
 
 SECONDS = 10.0
+"""The most seconds of a processor that an edit may take."""
 BASE: dict[str, Any] = json.loads((BUNDLED / "config.json").read_text())
 
 ROPE_FIELDS = """rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
@@ -68,11 +69,11 @@ def answer(folder: Path, changes: dict[str, Any], rope: dict[str, Any] | None, r
     if rope is not None:
         values["rope_parameters"] = rope
     (folder / "config.json").write_text(json.dumps(values))
-    began = time.monotonic()
+    began = time.process_time()
     with suppress(PagedKVError):
         engine = Engine.load(folder, num_frames=8)
         engine.generate(["Where is the lamp?"], SamplingParams(max_tokens=3))
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def few_or_many(examples: int) -> Any:
     )
 
 
-@few_or_many(60)
+@few_or_many(25)
 @given(edits=EDITS)
 @example(edits=({}, {"rope_type": "yarn", "factor": 1e-30, "beta_fast": 1e30}, set()))
 @example(edits=({"model_type": "gemma2", "layer_types": [[]]}, None, set()))

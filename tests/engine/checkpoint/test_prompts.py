@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
-from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from pagedkv.engine.checkpoint.tokenizer import SAMPLE, Tokenizer
-from tests.engine.checkpoint.test_tokenizer import CORPUS, KINDS, SPECIAL, TEXTS, byte_fallback, byte_level, metaspace
+from tests.engine.checkpoint.test_tokenizer import KINDS, TEXTS, byte_fallback, byte_level, metaspace, word_piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def word_piece(split: Any = None) -> tokenizers.Tokenizer:
-    """Make a tokenizer like BERT's: words, and parts of words behind ##."""
-    words = sorted({word for text in CORPUS for word in text.split()})
-    names = [*SPECIAL, "[UNK]", *words, *(f"##{letter}" for letter in "abcdefgh")]
-    model = models.WordPiece(vocab={name: i for i, name in enumerate(names)}, unk_token="[UNK]")
-    raw = tokenizers.Tokenizer(model)
-    raw.normalizer, raw.pre_tokenizer = normalizers.BertNormalizer(), split or pre_tokenizers.BertPreTokenizer()
-    return raw
 
 
 def with_dropout(model: Any) -> Any:
@@ -41,45 +29,22 @@ SETTINGS: dict[str, Callable[[tokenizers.Tokenizer], object]] = {
     "cut at the left": lambda raw: raw.enable_truncation(4, stride=1, direction="left"),
     "filled up to 64 tokens": lambda raw: raw.enable_padding(length=64, pad_id=2),
     "filled up at the left": lambda raw: raw.enable_padding(direction="left", pad_to_multiple_of=16),
-    "filled up at the left to eights": lambda raw: raw.enable_padding(direction="left", length=8),
     "words cut at random": lambda raw: raw.__setattr__("model", with_dropout(raw.model)),
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_is_never_changed_by_settings_of_training(
-    kind: str, setting: str, text: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_prompt_is_never_changed_by_settings_of_training(kind: str, setting: str, tmp_path: Path) -> None:
     plain = KINDS[kind]()
     plain.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 0), ("</s>", 1)])
     raw = tokenizers.Tokenizer.from_str(plain.to_str())
     SETTINGS[setting](raw)
-    folder = tmp_path_factory.mktemp("saved")
-    raw.save(str(folder / "tokenizer.json"))
-    loaded = Tokenizer.load(folder)
-    assert loaded.encode(text) == plain.encode(text).ids
-    assert loaded.encode(text, special_tokens=False) == plain.encode(text, add_special_tokens=False).ids
-
-
-def test_other_threads_run_while_a_text_is_encoded() -> None:
-    tokenizer, is_done, turns = Tokenizer(byte_level()), threading.Event(), list[float]()
-
-    def count() -> None:
-        while not is_done.is_set():
-            turns.append(time.perf_counter())
-            time.sleep(0.001)
-
-    other = threading.Thread(target=count)
-    other.start()
-    begun = time.perf_counter()
-    tokenizer.encode("the lamp of Mira " * 40_000)
-    ended = time.perf_counter()
-    is_done.set()
-    other.join()
-    waits = [later - earlier for earlier, later in pairwise(turns)]
-    assert max(waits) < 0.5 * (ended - begun)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.load(tmp_path)
+    for text in TEXTS:
+        assert loaded.encode(text) == plain.encode(text).ids
+        assert loaded.encode(text, special_tokens=False) == plain.encode(text, add_special_tokens=False).ids
 
 
 def changed(make: Callable[[], tokenizers.Tokenizer], **parts: Any) -> Callable[[], tokenizers.Tokenizer]:
@@ -94,17 +59,6 @@ def changed(make: Callable[[], tokenizers.Tokenizer], **parts: Any) -> Callable[
     return made
 
 
-def with_token(make: Callable[[], tokenizers.Tokenizer], **options: Any) -> Callable[[], tokenizers.Tokenizer]:
-    """Return a maker whose tokenizer has one more token, "lamp of"."""
-
-    def made() -> tokenizers.Tokenizer:
-        raw = make()
-        raw.add_tokens([AddedToken("lamp of", **options)])
-        return raw
-
-    return made
-
-
 def runs_of(text: str) -> tokenizers.Tokenizer:
     """Make a byte-level tokenizer, the longest token of which is 16 times `text`."""
     written = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
@@ -114,18 +68,6 @@ def runs_of(text: str) -> tokenizers.Tokenizer:
     raw = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return raw
-
-
-def with_model(make: Callable[[], tokenizers.Tokenizer], **options: Any) -> Callable[[], tokenizers.Tokenizer]:
-    """Return a maker whose tokenizer has a model with other options."""
-
-    def made() -> tokenizers.Tokenizer:
-        raw = make()
-        for name, value in options.items():
-            setattr(raw.model, name, value)
-        return raw
-
-    return made
 
 
 def one_word(split: Any) -> tokenizers.Tokenizer:
@@ -152,9 +94,7 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
         byte_fallback, normalizer=normalizers.Sequence([normalizers.Replace("t", "\u0301"), normalizers.NFC()])
     ),
     "two characters for one": changed(byte_fallback, normalizer=normalizers.Replace("e", "th")),
-    "one character for two": changed(byte_fallback, normalizer=normalizers.Replace("th", "e")),
     "runs": lambda: runs_of("th"),
-    "runs of NFC": changed(lambda: runs_of("\u1f82"), normalizer=normalizers.NFC()),
     "runs of NFKC, twice": changed(
         lambda: runs_of("\u1f82"), normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.NFC()])
     ),
@@ -166,30 +106,15 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
         ),
     ),
     "ends stripped": changed(byte_level, normalizer=normalizers.Strip()),
-    "marks stripped": changed(
-        byte_fallback, normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
-    ),
     "spaces merged": changed(byte_fallback, normalizer=normalizers.Replace(SPACES, " ")),
     "spaces dropped": changed(byte_fallback, pre_tokenizer=pre_tokenizers.Split(SPACES, "removed")),
-    "spaces dropped, then bytes": changed(
-        byte_level,
-        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]),
-    ),
     "spaces alone": changed(byte_fallback, pre_tokenizer=pre_tokenizers.Split(SPACES, "isolated")),
-    "a token that takes spaces": with_token(byte_level, rstrip=True, lstrip=True),
-    "a token that takes none": with_token(byte_level),
-    "a token in another form": with_token(changed(byte_fallback, normalizer=normalizers.NFD()), normalized=True),
-    "unknown characters dropped": without_bytes,
     "unknown characters merged": lambda: without_bytes(unk_token="<unk>", fuse_unk=True),
-    "ends of words unknown": with_model(byte_level, end_of_word_suffix="</w>"),
-    "insides of words unknown": with_model(byte_level, continuing_subword_prefix="##"),
-    "bytes that are not used": with_model(byte_fallback, byte_fallback=False, unk_token=None),
     "normalised metaspace": changed(
         metaspace, normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(SPACES, " ")])
     ),
     "WordPiece": word_piece,
     "WordLevel": lambda: one_word(pre_tokenizers.Whitespace()),
-    "WordLevel, text of one word": lambda: one_word(None),
     "WordLevel, marks out": lambda: one_word(pre_tokenizers.Split(tokenizers.Regex(r"\w+"), "removed", invert=True)),
 }
 PARTS = [
@@ -202,7 +127,7 @@ PARTS = [
 def test_no_text_has_fewer_tokens_than_min_tokens(kind: str) -> None:
     tokenizer, dice = Tokenizer(MAKERS[kind]()), random.Random(kind)
     texts = ["", *PARTS, *(part * 500 for part in PARTS)]
-    texts += ["".join(dice.choices(PARTS, k=dice.randrange(60))) for _ in range(300)]
+    texts += ["".join(dice.choices(PARTS, k=dice.randrange(60))) for _ in range(100)]
     texts += [dice.choice(["the lamp of ", "\n the", "thé "]) * SAMPLE]
     for text in texts:
         fewest = tokenizer.min_tokens(text)
@@ -210,12 +135,11 @@ def test_no_text_has_fewer_tokens_than_min_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback", "NFC", "two characters for one", "spaces alone"])
-def test_a_long_text_is_known_to_be_long_at_once(kind: str) -> None:
+def test_a_long_text_is_known_to_be_long_without_being_encoded(kind: str) -> None:
     tokenizer = Tokenizer(MAKERS[kind]())
     longest = max(len(token) for token in tokenizer.raw.get_vocab())
     tokenizer.min_tokens("")  # looks at the vocabulary
-    begun = time.perf_counter()
+    tokenizer.raw = None  # type: ignore[assignment]
     for text in ("the lamp " * 400_000, "thé 你好 " * 400_000):
         assert tokenizer.min_tokens(text) >= len(text) // longest // 4
-    assert time.perf_counter() - begun < 0.1
     assert Tokenizer(word_piece()).min_tokens("the lamp " * 400_000) > SAMPLE // 10

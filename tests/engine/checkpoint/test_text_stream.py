@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.engine.checkpoint.tokenizer import CONTEXT, Tokenizer
+from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
-from tests.engine.checkpoint.test_tokenizer import CORPUS, KINDS, SPECIAL, TEXTS, byte_fallback, byte_level
-from tests.engine.conftest import VOCAB
+from tests.engine.checkpoint.test_tokenizer import KINDS, SPECIAL, TEXTS, byte_fallback, byte_level, word_piece
+from tests.engine.conftest import VOCAB, Checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pagedkv.engine.requests.request import Completion
-    from tests.engine.conftest import Checkpoint
 
 
 def keeps_first_space() -> tokenizers.Tokenizer:
@@ -29,16 +26,6 @@ def keeps_first_space() -> tokenizers.Tokenizer:
     raw = byte_fallback()
     raw.normalizer = None
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return raw
-
-
-def word_piece() -> tokenizers.Tokenizer:
-    """Make a tokenizer like BERT's: words, and parts of words behind ##."""
-    words = sorted({word for text in CORPUS for word in text.split()})
-    names = [*SPECIAL, "[UNK]", *words, *(f"##{letter}" for letter in "abcdefgh")]
-    raw = tokenizers.Tokenizer(models.WordPiece(vocab={name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    raw.normalizer, raw.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    raw.decoder = decoders.WordPiece()  # "lamp ." becomes "lamp."
     return raw
 
 
@@ -93,7 +80,7 @@ def text_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> str:
 @pytest.mark.parametrize("skip", [True, False], ids=["special tokens skipped", "special tokens shown"])
 def test_prompt_and_pieces_join_to_the_text_of_all_tokens(tokenizer: Tokenizer, skip: bool) -> None:
     dice = random.Random(0)
-    for _ in range(1000):
+    for _ in range(300):
         ids = dice_of(tokenizer, dice)
         cut = dice.choice([0, dice.randrange(len(ids) + 1)])
         whole, before = text_of(tokenizer, ids, skip=skip), text_of(tokenizer, ids[:cut], skip=skip)
@@ -165,26 +152,6 @@ def test_a_character_that_a_prompt_begins_is_shown_by_the_answer(by_bytes: Token
         assert "".join(pieces_of(by_bytes, byte_tokens(by_bytes, b"\xff"), prompt=prompt)) == "\ufffd"
 
 
-def test_a_stream_reads_the_end_of_a_prompt_only(tokenizer: Tokenizer) -> None:
-    decoded: list[int] = []
-    decode = tokenizer.decode
-
-    def watched(token_ids: Any, **options: Any) -> str:
-        decoded.append(len(token_ids))
-        return decode(token_ids, **options)
-
-    prompt = [*tokenizer.encode("the lamp of the sea " * 500), *[1, tokenizer.vocab_size] * 20]
-    tokenizer.decode = watched  # type: ignore[method-assign]
-    try:
-        stream = tokenizer.stream(prompt)
-        assert sum(decoded) <= CONTEXT * 8
-        for token in tokenizer.encode("你好 the 🙂 " * 50):
-            stream.push(token)
-        assert max(decoded) <= CONTEXT
-    finally:
-        del tokenizer.decode
-
-
 def few_bytes() -> Tokenizer:
     """Make a tokenizer of VOCAB tokens with the decoder of Llama 2, a third of which are bytes."""
     names = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in BYTES_AT_ODDS * 2)]
@@ -198,8 +165,7 @@ def few_bytes() -> Tokenizer:
 
 WILD = {"max_tokens": 40, "temperature": 4.0, "ignore_eos": True}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # sampling, submit, engine
-    "one": (WILD, {}, {}),
-    "samples": (WILD, {"num_samples": 5}, {}),
+    "samples": (WILD, {"num_samples": 3}, {}),
     "beams": ({"max_tokens": 12, "num_beams": 3, "ignore_eos": True}, {"num_samples": 3}, {}),
     "few frames": (WILD, {"num_samples": 2}, {"num_frames": 8}),
     "a stop string": ({**WILD, "stop": ["\n"]}, {"num_samples": 3}, {}),
@@ -207,9 +173,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # sa
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_prompt_and_each_answer_of_an_engine_are_the_text_of_all_tokens(
-    way: str, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_the_prompt_and_each_answer_of_an_engine_are_the_text_of_all_tokens(way: str, checkpoint: Checkpoints) -> None:
     decoder, tokenizer = checkpoint("llama").decoder(), few_bytes()
     sampling, options, build = WAYS[way]
     engine = Engine(decoder, tokenizer, PagedKVCache(decoder.config.spec(), **{"num_frames": 200, **build}))

@@ -10,6 +10,7 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from pagedkv.engine.checkpoint.chat_template import ChatTemplate
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.errors import CheckpointError, InvalidRequest
 
@@ -40,23 +41,10 @@ def byte_level() -> tokenizers.Tokenizer:
 
 def byte_fallback() -> tokenizers.Tokenizer:
     """Make a tokenizer like those of Llama 2, Mistral and Gemma: bytes for unknown characters, no first space."""
-    pieces = [
-        *SPECIAL,
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *"▁abcdefghilmnorstuvw?,.🙂",
-        "▁t",
-        "he",
-        "▁the",
-    ]
-    raw = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={p: i for i, p in enumerate(pieces)},
-            merges=[("▁", "t"), ("h", "e"), ("▁t", "he")],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
+    pieces = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghilmnorstuvw?,.🙂"]
+    vocab = {piece: i for i, piece in enumerate([*pieces, "▁t", "he", "▁the"])}
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he")]
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     raw.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -73,6 +61,16 @@ def metaspace() -> tokenizers.Tokenizer:
         vocab_size=90, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False
     )
     raw.train_from_iterator(CORPUS, trainer)
+    return raw
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """Make a tokenizer like BERT's: words, and parts of words behind ##."""
+    words = sorted({word for text in CORPUS for word in text.split()})
+    names = [*SPECIAL, "[UNK]", *words, *(f"##{letter}" for letter in "abcdefgh")]
+    raw = tokenizers.Tokenizer(models.WordPiece(vocab={name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    raw.decoder = decoders.WordPiece()  # "lamp ." becomes "lamp."
     return raw
 
 
@@ -130,6 +128,21 @@ def test_a_chat_template_is_found_where_it_lies(saved: tuple[Path, Any], tmp_pat
     assert Tokenizer.load(tmp_path).render_chat([]) == "yes"
 
 
+@pytest.mark.parametrize("value", [{1, 2}, b"a", 10**5000, object()], ids=["set", "bytes", "integer", "object"])
+def test_variables_that_are_no_json_are_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="are not JSON values"):
+        ChatTemplate("{{ n }}").render({"n": value})
+
+
+def test_a_template_cannot_change_the_messages() -> None:
+    """`tests/cli/hostile.py` has the table of hostile templates."""
+    messages = [{"role": "user", "content": "a"}]
+    for source in ("{{ messages.append(1) }}", "{{ messages[0].update(role='b') }}", "{{ messages.clear() }}"):
+        with pytest.raises(InvalidRequest, match="refuses these messages: "):
+            ChatTemplate(source).render({"messages": messages})
+    assert messages == [{"role": "user", "content": "a"}]
+
+
 def test_a_refused_or_absent_or_broken_template_is_one_clear_line(saved: tuple[Path, Any]) -> None:
     with pytest.raises(InvalidRequest, match="refuses these messages: at most three messages"):
         Tokenizer.load(saved[0]).render_chat(MESSAGES * 2)
@@ -137,12 +150,6 @@ def test_a_refused_or_absent_or_broken_template_is_one_clear_line(saved: tuple[P
         Tokenizer(byte_level()).render_chat(MESSAGES)
     with pytest.raises(CheckpointError, match="chat template is not valid"):
         Tokenizer(byte_level(), config={"chat_template": "{% if %}"}).render_chat(MESSAGES)
-
-
-def test_a_template_cannot_leave_its_sandbox() -> None:
-    attack = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(InvalidRequest, match="unsafe"):
-        Tokenizer(byte_level(), config={"chat_template": attack}).render_chat(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +172,6 @@ def test_end_tokens_are_gathered_from_all_files(
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.eos_ids == eos_ids
     assert tokenizer.bos_id == 0
-
-
-def test_text_is_encoded_as_transformers_does(saved: tuple[Path, Any]) -> None:
-    folder, theirs = saved
-    ours = Tokenizer.load(folder)
-    for text in TEXTS:
-        assert ours.encode(text) == theirs(text)["input_ids"]
-    assert ours.encode("<|user|>the", special_tokens=False)[0] == SPECIAL.index("<|user|>")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,15 +9,11 @@ import torch
 import transformers
 
 from pagedkv.cache.paged import PagedKVCache
-from pagedkv.engine.checkpoint.config import RopeConfig
-from pagedkv.engine.model.decoder import BoundLayers, Decoder
+from pagedkv.engine.model.decoder import Decoder
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import cpu
 from tests.engine.conftest import CHECKPOINTS, Paging, first_logits, prompt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from tests.engine.conftest import Checkpoint
@@ -65,17 +60,17 @@ def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tens
     return logits, output
 
 
-@pytest.mark.parametrize("chunk", [1000, 13], ids=["whole", "chunked"])
 @pytest.mark.parametrize(
-    ("name", "block_size"),
+    ("name", "block_size", "chunk"),
     [
-        pytest.param(name, size, marks=[] if size == 16 else [pytest.mark.slow])
+        pytest.param(name, size, chunk, marks=[] if (size, chunk) == (16, 13) else [pytest.mark.slow])
         for name in CHECKPOINTS
         for size in ((1, 16, 32) if name in FAMILIES else (16,))
+        for chunk in (1000, 13)
     ],
 )
 def test_logits_and_greedy_tokens_are_those_of_transformers(
-    checkpoint: Any, name: str, chunk: int, block_size: int
+    checkpoint: Any, name: str, block_size: int, chunk: int
 ) -> None:
     want = expected(name, checkpoint(name))
     num_frames = 4 + sum(-(-(length + NUM_TOKENS) // block_size) for length in LENGTHS)
@@ -93,26 +88,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     )  # a constant sequence would prove little
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_each_instruction_set_gives_the_tokens_of_transformers(
-    checkpoint: Any, name: str, isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The best set of the processor serves all other tests."""
-    if cpu._cpu is None or isa not in cpu._cpu.sets():
-        pytest.skip(f"this processor or this build has no {isa}")
-    monkeypatch.setenv("PAGEDKV_CPU_ISA", isa)
-    monkeypatch.setenv("PAGEDKV_KERNELS", "cpu")
-    want = expected(name, checkpoint(name))[0]
-    paging = Paging(checkpoint(name).decoder(), block_size=16, num_frames=8, num_sequences=1)
-
-    (logits,), (tokens,) = run(paging, [prompt_of(LENGTHS[0])], 3)
-
-    torch.testing.assert_close(logits, want[0], rtol=0, atol=TOLERANCE["float32"])
-    assert tokens == want[1]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_a_cache_that_knows_the_prompt_gives_the_same_tokens_from_less_work(checkpoint: Any, name: str) -> None:
     decoder, prompt = checkpoint(name).decoder(), prompt_of(LENGTHS[1])
     cache = PagedKVCache(decoder.config.spec(block_size=16), num_frames=40)
@@ -132,51 +108,7 @@ def test_a_cache_that_knows_the_prompt_gives_the_same_tokens_from_less_work(chec
     assert num_computed == [LENGTHS[1], LENGTHS[1] % 16]
 
 
-OPTIONS: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("gemma2", "attention_softcap", lambda cap: cap / 10),
-    ("gemma2", "logit_softcap", lambda cap: cap / 4),
-    ("gemma2", "attention_scale", lambda scale: scale * 1.5),
-    ("gemma2", "windows", lambda windows: (None,) * len(windows)),
-    ("gemma2", "embedding_scale", lambda scale: scale / 2),
-    ("gemma2", "activation", lambda _: "silu"),
-    ("gemma3", "windows", lambda windows: windows[::-1]),
-    ("gemma3", "ropes", lambda ropes: ropes[::-1]),
-    ("qwen2-sliding", "windows", lambda windows: tuple(window and window + 1 for window in windows)),
-    ("llama-llama3", "ropes", lambda ropes: (RopeConfig(),) * len(ropes)),
-    ("llama", "norm_eps", lambda eps: 0.1),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "field", "change"), OPTIONS, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_every_option_is_felt(checkpoint: Any, name: str, field: str, change: Callable[[Any], Any]) -> None:
-    decoder = checkpoint(name).decoder()
-    other = Decoder(replace(decoder.config, **{field: change(getattr(decoder.config, field))}), decoder.weights)
-    assert (first_logits(other) - first_logits(decoder)).abs().max() > TOLERANCE["felt"]
-
-
-def test_logits_are_given_only_for_the_tokens_asked_for(checkpoint: Any) -> None:
-    decoder, tokens = checkpoint("llama").decoder(), {0: prompt_of(9), 1: prompt_of(3)}
-    everything, asked = (
-        Paging(decoder, block_size=4, num_frames=9, num_sequences=2).step(tokens, logits_of)
-        for logits_of in (None, torch.tensor([11, 8]))
-    )
-    torch.testing.assert_close(asked, everything[[11, 8]], rtol=0, atol=TOLERANCE["float32"])
-
-
-def test_results_of_attention_are_read_where_they_lie(checkpoint: Any) -> None:
-    """Kernels store them in `out`. Another callable may return a new tensor in each layer."""
-    decoder, tokens = checkpoint("llama").decoder(), {0: prompt_of(9)}
-    expected, new = (Paging(decoder, block_size=4, num_frames=9, num_sequences=1) for _ in range(2))
-    bound = decoder.bind(new.layers)
-    new.layers = BoundLayers(
-        layer._replace(attend=lambda q, batch, out, of=layer: of.attend(q, batch)) for layer in bound
-    )
-    torch.testing.assert_close(new.step(tokens), expected.step(tokens), rtol=0, atol=TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoint: Any, name: str) -> None:
     saved = checkpoint(name)
     exact = saved.logits(prompt_of(150))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import InvalidRequest
-from tests.engine.conftest import Checkpoint, prompt_of
+from tests.engine.conftest import Checkpoint, Checkpoints, prompt_of
 from tests.engine.drafts.test_speculation import Oracle
 from tests.engine.step.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
 
-HYBRIDS = ("gemma2", "gemma3", "mistral")
+HYBRIDS = ("gemma3", "mistral")
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
 
 
@@ -35,9 +34,7 @@ def bytes_at_peak(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_model_gives_the_same_tokens_from_fewer_bytes(
-    name: str, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_a_hybrid_model_gives_the_same_tokens_from_fewer_bytes(name: str, checkpoint: Checkpoints) -> None:
     limits = Limits(prefill_chunk=16)
     engines = build(checkpoint(name), block_size=4, limits=limits), grouped(checkpoint(name), 1200, limits)
     for engine in engines:
@@ -50,9 +47,7 @@ def test_a_hybrid_model_gives_the_same_tokens_from_fewer_bytes(
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_in_a_pool_too_small_for_all_costs_time_and_no_token(
-    name: str, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_a_hybrid_in_a_pool_too_small_for_all_costs_time_and_no_token(name: str, checkpoint: Checkpoints) -> None:
     spacious = grouped(checkpoint(name), 1200, Limits(max_batch_tokens=16))
     most = spacious.cache.frames_for(max(LENGTHS) + NUM_TOKENS - 1, at_once=16)
     engine = grouped(checkpoint(name), most + 4, Limits(max_batch_tokens=16))
@@ -63,25 +58,10 @@ def test_a_hybrid_in_a_pool_too_small_for_all_costs_time_and_no_token(
     assert idle(engine)
 
 
-def test_samples_of_one_prompt_share_its_frames_in_every_group(checkpoint: Callable[[str], Checkpoint]) -> None:
-    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
-    plain, hybrid = build(checkpoint("gemma2"), block_size=4), grouped(checkpoint("gemma2"), 900)
-    drawn = []
-    for engine in (plain, hybrid):
-        request = engine.submit(prompt_of(50), params, num_samples=3)
-        engine.run()
-        drawn.append([completion.token_ids for completion in request.completions])
-        assert idle(engine)
-    assert drawn[0] == drawn[1]
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_an_engine_has_the_groups_of_its_model_by_default(
-    name: str, checkpoint: Callable[[str], Checkpoint], tmp_path: Path
-) -> None:
-    shutil.copytree(checkpoint(name).folder, tmp_path, dirs_exist_ok=True)
+def test_an_engine_has_the_groups_of_its_model_by_default(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("gemma2").folder, tmp_path, dirs_exist_ok=True)
     shutil.copy(BUNDLED / "tokenizer.json", tmp_path)
-    config = checkpoint(name).decoder().config
+    config = checkpoint("gemma2").decoder().config
     cache = Engine.load(tmp_path, num_frames=64, speculate="prompt-lookup").cache
     assert cache.specs == config.specs(dtype="float32")
     assert cache.layer_groups == config.layer_groups()
@@ -89,7 +69,7 @@ def test_an_engine_has_the_groups_of_its_model_by_default(
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_drafts_and_beams_cross_windows(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_drafts_and_beams_cross_windows(name: str, checkpoint: Checkpoints) -> None:
     params = SamplingParams(max_tokens=50, num_beams=3)
     beams = build(checkpoint(name)).generate([prompt_of(33)], params, num_samples=3)
     assert outputs(grouped(checkpoint(name), 900).generate([prompt_of(33)], params, num_samples=3)) == outputs(beams)
@@ -102,7 +82,7 @@ def test_drafts_and_beams_cross_windows(name: str, checkpoint: Callable[[str], C
     assert idle(drafting)
 
 
-def test_a_cache_that_gives_back_frames_a_layer_still_sees_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_cache_that_gives_back_frames_a_layer_still_sees_is_refused(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("gemma2"), block_size=4)
     config = engine.decoder.config
     # Without layer_groups, the first layers have no window, unlike the model's.
@@ -110,14 +90,3 @@ def test_a_cache_that_gives_back_frames_a_layer_still_sees_is_refused(checkpoint
     assert in_order.layer_groups != config.layer_groups()
     with pytest.raises(InvalidRequest, match="window of layer"):
         Engine(engine.decoder, engine.tokenizer, in_order)
-
-
-def test_every_layer_is_in_a_group_of_its_window_and_the_first_group_has_none(
-    checkpoint: Callable[[str], Checkpoint],
-) -> None:
-    config = checkpoint("gemma3").decoder().config
-    specs = config.specs()
-    assert [spec.window for spec in specs] == [None, *[21] * (len(specs) - 1)]
-    assert sum(spec.num_layers for spec in specs) == config.num_layers
-    groups = config.layer_groups()
-    assert all(specs[group].window == window for group, window in zip(groups, config.windows, strict=True))

@@ -1,4 +1,4 @@
-"""Decode steps over memory that exists before: equal tokens, the same addresses, nothing allocated, padding unread.
+"""Decode steps over memory that exists before: equal tokens, the same addresses, padding unread.
 
 Graphs are rehearsed on a CPU: `Replayed` records a call and repeats it, with the tensors it was captured with.
 """
@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.engine.model.decoder import Decoder
 from pagedkv.engine.model.runner import ModelRunner
 from pagedkv.engine.model.workspace import Workspace
@@ -21,15 +19,12 @@ from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear
-from tests.engine.conftest import VOCAB, prompt_of
+from tests.engine.conftest import VOCAB, Checkpoint, Checkpoints, prompt_of
 from tests.engine.step.test_engine import build, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine.conftest import Checkpoint
-
-    Checkpoints = Callable[[str], Checkpoint]
 
 SEQUENCES = (5, 70, 33)
 """Tokens of the prompts."""
@@ -67,7 +62,7 @@ def with_graphs(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-yarn", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama-yarn", "gemma3"])
 def test_a_step_in_a_workspace_has_the_bits_of_a_step_in_new_memory(family: str, checkpoint: Checkpoints) -> None:
     decoder = checkpoint(family).decoder()
     memory = Workspace.of(decoder.config, 4, decoder.dtype, decoder.device)
@@ -87,8 +82,7 @@ def test_a_step_in_a_workspace_has_the_bits_of_a_step_in_new_memory(family: str,
     assert logits[0].isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("family", "grouped"), [("llama", False), ("gemma2", True)])
 def test_replayed_steps_give_the_tokens_of_called_steps(family: str, grouped: bool, checkpoint: Checkpoints) -> None:
     """Sequences end at different steps, so padding changes; the pool is small, so some are preempted."""
     folder = checkpoint(family)
@@ -130,52 +124,6 @@ def test_a_graph_is_captured_anew_after_a_resize(checkpoint: Checkpoints) -> Non
     assert Replayed.captured == 3
 
 
-def test_a_graph_shares_memory_with_a_living_graph_of_its_engine_alone(checkpoint: Checkpoints) -> None:
-    """CUDA graphs of two engines may run at once, and torch refuses memory whose last graph is gone."""
-    first, second = (with_graphs(build(checkpoint("llama"), num_frames=60)) for _ in range(2))
-    for engine in (first, second, first):
-        engine.cache.resize(engine.cache.num_frames + 1)  # drops all graphs
-        engine.generate([prompt_of(20)] * 2, SamplingParams(max_tokens=6, ignore_eos=True))
-        engine.generate([prompt_of(20)], SamplingParams(max_tokens=6, ignore_eos=True))
-        alone, other = (bucket.graph for bucket in engine.forward._buckets.values())
-        assert alone.beside is None  # type: ignore[union-attr]
-        assert other.beside() is alone  # type: ignore[union-attr]
-
-
-def test_no_graph_of_an_old_pool_is_replayed_after_an_interrupted_resize(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = with_graphs(build(checkpoint("llama"), num_frames=30))
-    engine.cache._mirror = DeviceMirror(engine.cache.device)  # as on a GPU, where page tables keep their address
-    Replayed.captured = 0
-    engine.submit(prompt_of(20), SamplingParams(max_tokens=30, ignore_eos=True))
-    for step in range(30):
-        if step == 10:
-            monkeypatch.setattr(engine.cache, "_resized", [])  # as if a signal came before the callbacks
-            engine.cache.resize(40)
-        engine.step()
-    assert Replayed.captured == 2
-
-
-def test_a_replayed_step_allocates_nothing(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_without_extension():
-        pytest.skip("the C++ kernels are not built or not chosen; torch's operations allocate their results")
-    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # the checks of the kernels allocate
-    engine = with_graphs(build(checkpoint("llama"), num_frames=64))
-    for length in SEQUENCES:
-        engine.submit(prompt_of(length), SamplingParams(max_tokens=20, ignore_eos=True))
-    for _ in range(4):
-        engine.step()
-    call = next(iter(engine.forward._buckets.values())).graph._call  # type: ignore[union-attr]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        call()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = sorted(event.nbytes() for event in events if event.nbytes() > 0)
-    # While torch is profiled, attention is called by its operator, which allocates the log-sum-exps: float32 [4, H].
-    config = engine.decoder.config
-    assert allocated == [4 * 4 * config.num_heads] * config.num_layers
-
-
 def test_all_steps_of_a_size_use_the_same_addresses(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps differ in the number of sequences, and in their rows."""
     engine = with_graphs(build(checkpoint("gemma2"), num_frames=64))
@@ -203,21 +151,12 @@ def test_all_steps_of_a_size_use_the_same_addresses(checkpoint: Checkpoints, mon
     assert len(set(seen)) == 1
 
 
-@pytest.mark.parametrize("counts", [[1, 2], [1, 1, 1, 1, 1], [0, 1]])
-def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(counts: list[int], checkpoint: Checkpoints) -> None:
-    cache = PagedKVCache(checkpoint("llama").decoder().config.spec(), num_frames=40)
-    fixed = cache.fixed_batch(4, 8)
-    spaces = [cache.open([1, 2]) for _ in counts]
-    with pytest.raises(InvalidRequest, match="plan it without `into`"):
-        cache.plan(spaces, counts, into=fixed)
-    assert cache.stats().mapped == 0
-    cache.check()
-
-
-def test_a_sequence_longer_than_fixed_tensors_serve_is_refused(checkpoint: Checkpoints) -> None:
+def test_a_step_that_does_not_fit_into_fixed_tensors_is_refused(checkpoint: Checkpoints) -> None:
     cache = PagedKVCache(checkpoint("llama").decoder().config.spec(), num_frames=40)
     space = cache.open([1] * 8)
     cache.commit(cache.plan([space], [8]), [1] * 8)
+    with pytest.raises(InvalidRequest, match="plan it without `into`"):
+        cache.plan([space], [2], into=cache.fixed_batch(4, 16))
     with pytest.raises(InvalidRequest, match="up to 9 tokens in all .* and 8 in all"):
         cache.plan([space], [1], into=cache.fixed_batch(4, 8))
     batch = cache.plan([space], [1], into=cache.fixed_batch(4, 9))

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from pagedkv.engine.requests.latency import Histogram, Latency, Percentiles
+from pagedkv.engine.requests.latency import Histogram, Latency
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.requests.request import Completion
 from pagedkv.engine.sampling.params import SamplingParams
@@ -41,10 +41,11 @@ def test_the_phases_add_up_to_the_time_of_the_request(engine: Engine) -> None:
     assert spent.queue_s + spent.prefill_s == pytest.approx(one.ttft_s)
 
 
-def test_the_first_token_of_a_beam_search_is_counted(engine: Engine) -> None:
+def test_outputs_of_a_beam_search_count_as_all_others(engine: Engine) -> None:
     (request,) = engine.generate([PAGE + QUESTIONS[0]], SamplingParams(num_beams=3), num_samples=2)
+    assert engine.stats().output_tokens == sum(len(one.token_ids) for one in request.completions)
     first = engine.stats().latency["first_token"]
-    assert first.count == 2
+    assert first.count == engine.stats().latency["total"].count == 2
     assert first.p50 == pytest.approx(request.completions[0].ttft_s, rel=ERROR)
 
 
@@ -105,16 +106,10 @@ def test_drafts_that_come_true_arrive_with_the_token_before_them() -> None:
     assert gaps.p50 > 0
 
 
-def test_outputs_of_a_beam_search_count_as_all_others(engine: Engine) -> None:
-    (request,) = engine.generate([PAGE + QUESTIONS[0]], SamplingParams(num_beams=3), num_samples=2)
-    assert engine.stats().output_tokens == sum(len(one.token_ids) for one in request.completions)
-    assert engine.stats().latency["total"].count == 2
-
-
 # -- distributions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_a_percentile_is_within_the_stated_error(spread: float) -> None:
     dice, histogram = random.Random(3), Histogram()
     values = [min(1e5, max(1e-6, dice.lognormvariate(-4, spread))) for _ in range(5000)]
@@ -125,22 +120,6 @@ def test_a_percentile_is_within_the_stated_error(spread: float) -> None:
     assert [told.p50, told.p90, told.p99] == pytest.approx(exact, rel=ERROR + 1e-9)
     assert told.count == len(values)
     assert histogram.sum == pytest.approx(sum(values))
-
-
-def test_a_distribution_takes_the_same_memory_for_any_number_of_values() -> None:
-    histogram = Histogram()
-    size = len(histogram.counts)
-    for value in (0.0, -1.0, 1e-9, 1e9, 1.0):
-        histogram.add(value)
-    assert len(histogram.counts) == size == 593
-    assert histogram.percentiles().count == 5
-
-
-def test_one_value_is_told_exactly_and_none_as_zero() -> None:
-    histogram = Histogram()
-    assert histogram.percentiles() == Percentiles(0.0, 0.0, 0.0, 0)
-    histogram.add(0.123)
-    assert histogram.percentiles() == Percentiles(0.123, 0.123, 0.123, 1)
 
 
 def test_bounds_that_are_powers_of_two_are_counted_exactly() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +10,8 @@ import torch
 from pagedkv.engine.sampling.logits import LogitsRules
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.sampling.sampler import SamplingRow, sample
-from tests.engine.conftest import Paging, prompt_of
+from tests.engine.conftest import Checkpoints, Paging, prompt_of
 from tests.engine.step.test_engine import build
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine.conftest import Checkpoint
 
 TOLERANCE = 1e-5
 OPTIONS: list[dict[str, Any]] = [
@@ -25,8 +20,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 2.0, "frequency_penalty": 2.0, "logit_bias": {0: 50.0}},
     {"allowed_ids": [0, 3]},
 ]
-AT_ONE: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5}, {"logit_bias": {0: 5.0}}]
-"""Options beside temperature 1. With the first two, the draw has made the sum of the probabilities."""
+AT_ONE: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"min_p": 0.1}]
+"""Options next to temperature 1. With the first two, the draw has made the sum of the probabilities."""
 
 
 def rows_of(options: dict[str, Any], num_rows: int, logprobs: int | None) -> list[SamplingRow]:
@@ -35,7 +30,7 @@ def rows_of(options: dict[str, Any], num_rows: int, logprobs: int | None) -> lis
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, *({"temperature": 1.0} | one for one in AT_ONE)], ids=str)
-@pytest.mark.parametrize(("num_rows", "vocab"), [(1, 4), (3, 1000), (2, 4096), (1, 151_936), (35, 1024)])
+@pytest.mark.parametrize(("num_rows", "vocab"), [(1, 4), (3, 1000), (2, 40_000), (35, 1024)])
 def test_log_probs_are_those_of_log_softmax_in_float64(num_rows: int, vocab: int, options: dict[str, Any]) -> None:
     for count, spread in ((0, 1.0), (3, 8.0), (20, 30.0)):
         logits = spread * torch.randn(num_rows, vocab)
@@ -59,41 +54,9 @@ def test_a_token_of_probability_0_is_no_alternative() -> None:
     assert found.logprob == pytest.approx(-0.6931471805599453)
 
 
-@pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return a list that gets the shape of the logits of each call of log_softmax."""
-    found, real = list[tuple[int, ...]](), torch.Tensor.log_softmax
-
-    def watched(z: torch.Tensor, *dims: int) -> torch.Tensor:
-        found.append(tuple(z.shape))
-        return real(z, *dims)
-
-    monkeypatch.setattr(torch.Tensor, "log_softmax", watched)
-    return found
-
-
-@pytest.mark.parametrize("options", AT_ONE, ids=str)
-def test_a_draw_at_temperature_1_reads_no_logit_again(options: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
-    has_sum = options in AT_ONE[:2]
-    sample(torch.randn(3, 4096), rows_of({"temperature": 1.0} | options, 3, 2))
-    assert shapes == ([] if has_sum else [(3, 4096)])
-    one_of_three = [*rows_of({}, 1, 2), *rows_of({"temperature": 1.0} | options, 1, 2), *rows_of({}, 1, None)]
-    sample(torch.randn(3, 4096), one_of_three)
-    assert shapes[-1] == ((1, 4096) if has_sum else (2, 4096))
-
-
-def test_rows_that_ask_for_no_log_probs_compute_none(shapes: list[tuple[int, ...]]) -> None:
-    rows = [*rows_of({}, 2, None), *rows_of({}, 1, 3), *rows_of({}, 1, None)]
-    assert sorted(sample(torch.randn(4, 64), rows).logprobs) == [2]
-    assert shapes == [(1, 64)]
-    sample(torch.randn(2, 64), rows[:2])
-    assert len(shapes) == 1
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("num_frames", [400, 8])
+@pytest.mark.parametrize(("options", "num_frames"), [(OPTIONS[0], 400), (OPTIONS[2], 8)], ids=str)
 def test_each_token_has_the_log_probs_of_the_models_own_logits(
-    options: dict[str, Any], num_frames: int, checkpoint: Callable[[str], Checkpoint]
+    options: dict[str, Any], num_frames: int, checkpoint: Checkpoints
 ) -> None:
     """Beside other requests, after forks, and (with 8 frames) after preemptions."""
     engine = build(checkpoint("llama"), num_frames=num_frames)

@@ -64,7 +64,7 @@ def told_of(tokenizer: Tokenizer, completion: Any, cuts: list[int], *, is_chat: 
 def test_each_token_stands_in_the_text_where_its_offset_says(kind: str) -> None:
     tokenizer, dice = tokenizer_of(kind), random.Random(1)
     odd = [] if kind == "bundled" else byte_tokens(tokenizer, "\n’🙂".encode())
-    for _ in range(200):
+    for _ in range(60):
         tokens = [dice.choice([dice.randrange(3, tokenizer.vocab_size), *odd]) for _ in range(dice.randrange(1, 20))]
         prompt = [0, *dice.choices(range(3, tokenizer.vocab_size), k=dice.randrange(3))]
         completion = completion_of(tokenizer, prompt, tokens, dice)
@@ -84,21 +84,10 @@ def test_each_token_stands_in_the_text_where_its_offset_says(kind: str) -> None:
         assert [entry["token"] for entry in content] == told["tokens"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["the lamp", "naïve", " the sea"])
-def test_the_tokens_of_an_answer_join_to_its_text(kind: str, text: str) -> None:
-    tokenizer, dice = tokenizer_of(kind), random.Random(2)
-    for prompt in ([], [0], [0, *tokenizer.encode("the", special_tokens=False)]):
-        completion = completion_of(tokenizer, prompt, tokenizer.encode(text, special_tokens=False), dice)
-        told = told_of(tokenizer, completion, [len(completion.token_ids)])
-        if "\ufffd" not in "".join(told["tokens"]):
-            assert "".join(told["tokens"]) == completion.text
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "bundled"])
 def test_each_alternative_has_an_entry_whatever_its_text(kind: str) -> None:
     tokenizer, dice = tokenizer_of(kind), random.Random(3)
-    tokens = dice.choices(range(tokenizer.vocab_size), k=300)
+    tokens = dice.choices(range(tokenizer.vocab_size), k=100)
     completion = completion_of(tokenizer, [0], tokens, dice)
     told = told_of(tokenizer, completion, [len(tokens)])
     for text, top, each, token in zip(told["tokens"], told["top_logprobs"], completion.logprobs, tokens, strict=True):

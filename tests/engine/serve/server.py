@@ -52,7 +52,7 @@ class Server:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json", **headers})
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 return Answer(answer.status, answer.headers, answer.read())
         except urllib.error.HTTPError as error:
             return Answer(error.code, error.headers, error.read())
@@ -60,7 +60,7 @@ class Server:
     def begun(self, body: dict[str, Any], *, wait: bool = True, **headers: str) -> socket.socket:
         """Return a connection whose request was sent. If `wait`, and it asks for a stream, the answer has begun."""
         data = json.dumps(body).encode()
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=300)
         head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         head += "".join(f"{name}: {text}\r\n" for name, text in headers.items())
         client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
@@ -81,19 +81,19 @@ class Server:
         return self.metric('pagedkv_frames{pool="default",state="mapped"}')
 
     def wait_until(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + 30
-        while self.metric(name) != value:
-            assert time.monotonic() < deadline, f"{name} is {self.metric(name)}"
+        deadline = time.monotonic() + 300
+        while (now := self.metric(name, missing=0)) != value:
+            assert time.monotonic() < deadline, f"{name} is {now}"
             time.sleep(0.02)
 
     def wait_for_no_frame(self) -> None:
         self.wait_until('pagedkv_frames{pool="default",state="mapped"}', 0)
         self.wait_until(WAITING, 0)
 
-    def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60) -> tuple[int, str]:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Send a signal; return the status and the rest of stderr."""
         self.process.send_signal(number)
-        _, said = self.process.communicate(timeout=seconds)
+        _, said = self.process.communicate(timeout=300)
         return self.process.returncode, said
 
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import threading
-import time
+import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +14,7 @@ from pagedkv.engine.serve.gate import Gate, Rules, _Refused
 from pagedkv.engine.serve.keys import ApiKeys
 from pagedkv.engine.serve.shares import FIRST, OTHER, Place, Shares
 from pagedkv.errors import InvalidRequest
-from tests.engine.serve.server import ANSWER, ASKED, RUNNING, Server, serving
+from tests.engine.serve.server import ANSWER, ASKED, FACTS, LONG, RUNNING, serving
 
 TEXT = "/v1/completions"
 ALICE, BOB = {"Authorization": "Bearer keyA"}, {"Authorization": "Bearer keyB"}
@@ -75,9 +69,8 @@ def entered(shares: Shares, tenant: bytes) -> Place:
     return place
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_tenant_never_has_more_than_its_share_and_each_request_has_its_turn(seed: int) -> None:
-    chance, shares = random.Random(seed), Shares(4, 6)
+def test_a_tenant_never_has_more_than_its_share_and_each_request_has_its_turn() -> None:
+    chance, shares = random.Random(0), Shares(4, 6)
     inside, running, refused, done = Counter[bytes](), Counter[bytes](), Counter[bytes](), Counter[bytes]()
 
     async def request(tenant: bytes) -> None:
@@ -105,14 +98,14 @@ def test_a_tenant_never_has_more_than_its_share_and_each_request_has_its_turn(se
 
     async def story() -> None:
         tasks = []
-        for _ in range(400):
+        for _ in range(300):
             tasks.append(asyncio.ensure_future(request(chance.choice((b"a", b"b", b"b", b"b")))))
             await asyncio.sleep(chance.random() * 0.002)
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        await asyncio.gather(*tasks)
         for tenant in (b"a", b"b"):
             whole = [entered(shares, tenant) for _ in range(10)]
             assert shares.enter(tenant) is None, "as many as at first, and no more"
-            assert await asyncio.wait_for(whole[0].begin(4, 0), 1) == FIRST
+            assert await whole[0].begin(4, 0) == FIRST
 
     asyncio.run(story())
     assert all(done[tenant] for tenant in (b"a", b"b"))
@@ -154,58 +147,9 @@ def test_shared_priorities_count_among_all_tenants() -> None:
     assert turns == {"a1": 3, "a2": -7, "b1": 9}
 
 
-def test_a_gate_refuses_a_tenant_that_has_its_share_and_lets_others_in() -> None:
-    statuses: list[int] = []
-    go_on = asyncio.Event()
-
-    async def inside(scope: Any, receive: Any, send: Any) -> None:
-        await go_on.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    keys = ApiKeys.of("keyA")
-    keys._tenants.update(dict.fromkeys(keys._tenants, b"alice"))
-    keys._tenants.update(dict.fromkeys(ApiKeys.of("keyB")._tenants, b"bob"))
-    assert keys.num_tenants == 2
-    gate = Gate(inside, Rules(keys, 100, 100, Shares(2, 1)), statuses.append)
-
-    async def ask(key: str) -> None:
-        headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
-        told: list[Any] = []
-
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b"{}", "more_body": False}
-
-        async def send(message: Any) -> None:
-            told.append(message)
-
-        await gate({"type": "http", "method": "POST", "path": TEXT, "headers": headers}, receive, send)
-        if told[0]["status"] == 429:
-            words = json.loads(told[1]["body"])["error"]["message"]
-            assert "3 requests run or wait already, the limit of a key" in words
-
-    async def story() -> None:
-        bobs = [asyncio.ensure_future(ask("keyB")) for _ in range(7)]
-        await asyncio.sleep(0.01)
-        assert statuses == [429] * 4
-        alices = [asyncio.ensure_future(ask("keyA")) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        assert statuses == [429] * 4
-        go_on.set()
-        await asyncio.gather(*bobs, *alices)
-        await asyncio.gather(*(ask("keyB") for _ in range(3)))
-
-    asyncio.run(story())
-    assert Counter(statuses) == {429: 4, 200: 9}
-    assert gate.num_inside == 0
-
-
 def test_the_only_request_of_a_tenant_gets_in_however_many_fill_the_server() -> None:
     names = [b"a", b"b", b"c", b"d"]
-    keys = ApiKeys.of("key-a")
-    for name in names:
-        keys._tenants.update(dict.fromkeys(ApiKeys.of(f"key-{name.decode()}")._tenants, name))
-    gate = Gate(None, Rules(keys, 100, 6, Shares(1, 2)), [].append)  # type: ignore[arg-type]
+    gate = Gate(None, Rules(None, 100, 6, Shares(1, 2)), [].append)  # type: ignore[arg-type]
 
     def enter(name: bytes) -> bool:
         try:
@@ -219,82 +163,33 @@ def test_the_only_request_of_a_tenant_gets_in_however_many_fill_the_server() -> 
     assert [enter(name) for name in names[2:] for _ in range(2)] == [True, False] * 2
 
 
-def test_one_tenant_or_no_key_has_no_shares() -> None:
-    process = pytest.importorskip("pagedkv.engine.serve.process", reason="uvicorn is not installed")
-    one, two = ApiKeys.of("keyA"), ApiKeys({b"a": b"alice", b"b": b"bob"})
-    same = ApiKeys({b"a": b"alice", b"b": b"alice"})
-    for keys in (None, one, same):
-        assert process._shares(process.Listening(keys=keys), 16) is None
-    for share, running, waiting in (0.5, 8, 50), (0.001, 1, 1), (1.0, 16, 100):
-        shares = process._shares(process.Listening(keys=two, key_share=share, max_waiting=100), 16)
-        assert (shares.running, shares.waiting, shares.shares_priorities) == (running, waiting, False)
-    assert process._shares(process.Listening(keys=two, shared_priorities=True), 16).shares_priorities
-
-
 # --- a server of two keys ---
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    path = tmp_path / "keys"
-    path.write_text("keyA alice\nkeyB bob\n")
-    return path
-
-
-@pytest.fixture
-def flooded(extra: None, keys: Path) -> Iterator[Server]:
-    """A server whose places, queue and frames Bob would fill, if he could."""
-    options = ("--num-frames", 64, "--max-sequences", 4, "--max-waiting", 6, "--api-keys", keys)
-    with serving(*options) as server:
-        long = {"prompt": ASKED, "max_tokens": 900, "ignore_eos": True}
-        ended: list[int] = []
-
-        def bob(n: int) -> None:
-            body = {**long, "n": 1 + n % 2, "priority": -n, "stream": n % 3 == 0}
-            with suppress(OSError, HTTPException):  # the end of the server
-                while not ended:
-                    if server.ask(TEXT, body, **BOB).status == 429:
-                        time.sleep(0.05)
-
-        threads = [threading.Thread(target=bob, args=(n,), daemon=True) for n in range(12)]
-        for thread in threads:
-            thread.start()
-        time.sleep(1)
-        yield server
-        ended.append(1)
-    for thread in threads:
-        thread.join()
-
-
-def test_a_key_is_served_at_once_beside_one_that_fills_all_it_may(flooded: Server) -> None:
-    assert flooded.count(429) > 0, "Bob has his share"
-    body = {"prompt": ASKED, "temperature": 0, "priority": 9}
-    for more in ({}, {"stream": True}, {"n": 2}, {"prompt": [ASKED, ASKED]}):
-        began = time.monotonic()
-        answer = flooded.ask(TEXT, {**body, **more}, **ALICE)
-        assert answer.status == 200, answer.body
-        assert time.monotonic() - began < 10, "one of Bob's requests takes longer than all of these"
-        assert more.get("stream") or {choice["text"] for choice in answer.json["choices"]} == {ANSWER}
-    many = flooded.ask(TEXT, {**body, "n": 3}, **ALICE)
-    assert (many.status, "this server computes 2 at once" in many.error["message"]) == (400, True)
-
-
-def test_a_client_that_goes_away_in_its_queue_gives_its_place_back(extra: None, keys: Path) -> None:
-    with serving("--num-frames", 320, "--max-sequences", 2, "--max-waiting", 2, "--api-keys", keys) as server:
-        for stream in (False, True):
-            before = server.count(499)
-            long = {"prompt": ASKED, "max_tokens": 3000, "ignore_eos": True, "stream": stream}
-            with server.begun(long, **BOB), server.begun(long, wait=False, **BOB) as waiting:
-                server.wait_until(RUNNING, 1)
-                while (refused := server.ask(TEXT, {"prompt": ASKED, "max_tokens": 1}, **BOB)).status != 429:
-                    time.sleep(0.02)
-                assert "2 requests run or wait already, the limit of a key" in refused.error["message"]
-                waiting.close()
-                deadline = time.monotonic() + 30
-                while server.count(499) == before:
-                    assert time.monotonic() < deadline, "the client that went away still waits"
-                    time.sleep(0.02)
-                assert server.metric(RUNNING) == 1, "the other one goes on"
-            server.wait_for_no_frame()
-            assert server.ask(TEXT, {"prompt": ASKED, "max_tokens": 1}, **BOB).status == 200
-        assert server.end() == (0, "")
+def test_a_key_that_has_its_share_takes_no_place_of_another_one(extra: None, tmp_path: Path) -> None:
+    """Of Bob's requests one runs, one waits in his queue until its client goes away, and others are refused."""
+    keys = tmp_path / "keys"
+    keys.write_text("keyA alice\nkeyB bob\n")
+    limits = ("--max-sequences", 2, "--max-waiting", 2, "--max-prompt", 30)
+    with serving("--num-frames", 320, *limits, "--api-keys", keys) as server:
+        assert "keyA" not in server.said
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            refused = server.ask(TEXT, b"{", **headers)
+            assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+            assert server.ask("/v1/models", **headers).status == 401
+        assert server.ask("/health").status == server.ask("/metrics").status == 200
+        with server.begun(LONG, **BOB), server.begun(LONG, wait=False, **BOB) as waiting:
+            while (refused := server.ask(TEXT, b"{", **BOB)).status != 429:
+                assert refused.status == 400
+            assert "2 requests run or wait already, the limit of a key" in refused.error["message"]
+            assert int(refused.headers["Retry-After"]) >= 1
+            asked = {"prompt": ASKED, "temperature": 0}
+            assert server.ask(TEXT, asked, **ALICE).json["choices"][0]["text"] == ANSWER
+            for wrong, words in (({"n": 2}, "computes 1 at once"), ({"prompt": FACTS * 9}, "of this server is 30")):
+                assert words in server.ask(TEXT, {**asked, **wrong}, **ALICE).error["message"]
+            waiting.close()
+            server.wait_until('pagedkv_answers_total{status="499"}', 1)
+            assert server.metric(RUNNING) == 1, "the other one goes on"
+        server.wait_for_no_frame()
+        assert server.ask(TEXT, asked, **BOB).status == 200
+        assert server.end(signal.SIGINT) == (130, "")

@@ -1,17 +1,12 @@
-"""`--kv-events`: readers of vLLM's events hear what the server can find, and their errors cost no request."""
+"""`--kv-events`: readers of vLLM's events hear what the server can find."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pagedkv.engine import Engine
-from pagedkv.engine.sampling.params import SamplingParams
-from pagedkv.engine.serve.streaming import AsyncEngine
 from tests.engine.serve.server import ASKED, serving
 from tests.tiers.stores import free_port
 
@@ -33,7 +28,7 @@ def reader() -> Iterator[Any]:
 
 def heard(socket: Any) -> tuple[bytes, list[dict[str, Any]]]:
     """Return the topic and the events of the next message."""
-    assert socket.poll(20_000)
+    assert socket.poll(300_000)
     topic, _, content = socket.recv_multipart()
     return topic, msgspec.msgpack.decode(content)[1]
 
@@ -48,19 +43,3 @@ def test_a_server_publishes_what_it_can_find_also_while_it_is_idle(extra: None, 
         assert (topic, event["type"]) == (TOPIC.encode(), "BlockStored")
         assert event["block_size"] == 16
         assert all(isinstance(name, int) for name in event["block_hashes"])
-
-
-def test_an_error_after_a_step_costs_no_request() -> None:
-    engine, calls = Engine.load(num_frames=64, events=100), []
-
-    def fail() -> None:
-        calls.append(json.dumps(engine.stats().steps))
-        raise ValueError("no reader of mine")
-
-    async def ask() -> str:
-        async with AsyncEngine(engine, after_step=fail) as served:
-            stream = served.stream("Otto lives in Ghent. Where does Otto live?", SamplingParams(max_tokens=8))
-            return "".join([piece.text async for piece in stream])
-
-    assert asyncio.run(ask()) == "Otto lives in Ghent."
-    assert len(set(calls)) > 3

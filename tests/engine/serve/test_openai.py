@@ -74,14 +74,6 @@ def test_a_chat_goes_through_the_template_of_the_checkpoint(client: Any, engine:
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], len(request.completions[0].token_ids))
 
 
-def test_stop_ends_the_text_before_it(client: Any) -> None:
-    for stop in ("in", ["nowhere", "in"]):
-        (choice,) = client.completions.create(model="bundled", prompt=ASKED, temperature=0, stop=stop).choices
-        assert (choice.text, choice.finish_reason) == ("Otto lives ", "stop")
-    (choice,) = client.completions.create(model="bundled", prompt=ASKED, temperature=0, max_tokens=2).choices
-    assert (choice.text, choice.finish_reason) == ("Otto lives", "length")
-
-
 def test_several_prompts_and_token_ids_are_answered_in_order(client: Any, engine: Engine) -> None:
     other = f"{FACTS}Where is the lamp of Mira?"
     answer = client.completions.create(model="bundled", prompt=[ASKED, other], n=2, temperature=0)
@@ -122,13 +114,6 @@ def test_log_probabilities_are_those_of_the_engine_whole_and_streamed(client: An
     assert "".join(choice.logprobs.tokens) == f"{ANSWER}</s>"
     assert choice.logprobs.text_offset[:3] == [0, 4, 10]
     assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.top_logprobs) == len(choice.logprobs.tokens)
-
-
-def test_a_token_of_a_negative_bias_is_not_drawn(client: Any, engine: Engine) -> None:
-    lives = engine.tokenizer.encode("lives", special_tokens=False)[-1]
-    asked: dict[str, Any] = {"model": "bundled", "prompt": ASKED, "temperature": 0, "seed": -1}
-    assert "lives" in client.completions.create(**asked, logit_bias={"0": 0}).choices[0].text
-    assert "lives" not in client.completions.create(**asked, logit_bias={str(lives): -100}).choices[0].text
 
 
 def test_the_models_are_listed(client: Any) -> None:

@@ -17,16 +17,12 @@ from pagedkv.engine.requests.sequence import SequenceState
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.sampling.sampler import SamplingRow, sample
 from pagedkv.engine.step.engine import Engine
-from pagedkv.errors import InvalidRequest, KernelUnavailable
-from pagedkv.kernels import registry
-from tests.engine.conftest import VOCAB, Paging, prompt_of
+from pagedkv.errors import InvalidRequest
+from tests.engine.conftest import VOCAB, Checkpoint, Checkpoints, Paging, prompt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pagedkv.engine.drafts.speculation import Drafter
     from pagedkv.engine.model.decoder import Decoder
-    from tests.engine.conftest import Checkpoint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 LENGTHS = (5, 150, 71)
@@ -76,15 +72,14 @@ def idle(engine: Engine) -> bool:
 @pytest.mark.parametrize(
     ("name", "block_size", "prefill_chunk"),
     [
-        pytest.param(name, block_size, chunk, marks=[] if (block_size, chunk) in quick else [pytest.mark.slow])
-        for place, name in enumerate(FAMILIES)
-        for quick in [((1, None), (16, 13)) if place % 2 else ((1, 13), (16, None))]
+        pytest.param(name, block_size, chunk, marks=[] if (block_size, chunk) == quick else [pytest.mark.slow])
+        for name, quick in zip(FAMILIES, [(1, None), (16, 13), (16, None)] * 2, strict=True)
         for block_size in (1, 16, 32)
         for chunk in (None, 13)
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
-    name: str, block_size: int, prefill_chunk: int | None, checkpoint: Callable[[str], Checkpoint]
+    name: str, block_size: int, prefill_chunk: int | None, checkpoint: Checkpoints
 ) -> None:
     engine = build(checkpoint(name), block_size=block_size, limits=Limits(prefill_chunk=prefill_chunk))
     requests = engine.generate([prompt_of(length) for length in LENGTHS], SamplingParams(max_tokens=NUM_TOKENS))
@@ -92,10 +87,8 @@ def test_greedy_tokens_are_those_of_transformers(
     assert idle(engine)
 
 
-@pytest.mark.parametrize("num_frames", [14, 17, 22, 28])
-def test_a_pool_too_small_for_all_costs_time_and_no_token(
-    num_frames: int, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+@pytest.mark.parametrize("num_frames", [14, 28])
+def test_a_pool_too_small_for_all_costs_time_and_no_token(num_frames: int, checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), num_frames=num_frames)
     requests = engine.generate([prompt_of(length) for length in LENGTHS], SamplingParams(max_tokens=NUM_TOKENS))
     assert outputs(requests) == expected("llama", checkpoint("llama"))
@@ -103,9 +96,7 @@ def test_a_pool_too_small_for_all_costs_time_and_no_token(
     assert idle(engine)
 
 
-def test_a_tenant_at_its_quota_preempts_only_its_own_sequences(
-    checkpoint: Callable[[str], Checkpoint],
-) -> None:
+def test_a_tenant_at_its_quota_preempts_only_its_own_sequences(checkpoint: Checkpoints) -> None:
     engine, params = build(checkpoint("llama")), SamplingParams(max_tokens=NUM_TOKENS)
     engine.cache.set_quota(b"small", hard=17)  # its three sequences want 28
     engine.cache.set_quota(b"", hard=1)  # a tenant without sequences: its quota limits no other tenant
@@ -125,21 +116,9 @@ def test_a_tenant_at_its_quota_preempts_only_its_own_sequences(
     assert idle(engine)
 
 
-def test_twenty_prompts_through_a_pool_that_holds_three(checkpoint: Callable[[str], Checkpoint]) -> None:
-    prompts = [prompt_of(40 + 3 * i, seed=i) for i in range(20)]
-    params = SamplingParams(max_tokens=30)
-    alone = [outputs(build(checkpoint("llama")).generate([prompt], params))[0] for prompt in prompts]
-    engine = build(checkpoint("llama"), num_frames=3 * 8)
-    assert outputs(engine.generate(prompts, params)) == alone
-    assert engine.scheduler.preemptions > 0
-    assert idle(engine)
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=strategies.data())
-def test_any_workload_gives_each_prompt_its_own_tokens(
-    data: strategies.DataObject, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_any_workload_gives_each_prompt_its_own_tokens(data: strategies.DataObject, checkpoint: Checkpoints) -> None:
     """Lengths, arrivals, cancellations, chunks, batches and pools are random; some prompts share a prefix."""
     prompts = [
         prompt_of(data.draw(strategies.sampled_from([3, 30, 31, 60])), seed=data.draw(strategies.integers(0, 2)))
@@ -179,7 +158,7 @@ def test_any_workload_gives_each_prompt_its_own_tokens(
     assert idle(engine)
 
 
-def test_samples_share_the_frames_of_their_prompt(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_samples_share_the_frames_of_their_prompt(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"))
     request = engine.submit(prompt_of(150), SamplingParams(max_tokens=8, temperature=2.0, seed=1), num_samples=6)
     engine.step()
@@ -191,7 +170,7 @@ def test_samples_share_the_frames_of_their_prompt(checkpoint: Callable[[str], Ch
     assert idle(engine)
 
 
-def test_a_seed_gives_the_same_tokens_beside_any_other_requests(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_seed_gives_the_same_tokens_beside_any_other_requests(checkpoint: Checkpoints) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=40, seed=11)
     alone = outputs(build(checkpoint("llama")).generate([prompt_of(20)], params, num_samples=3))
     crowd = build(checkpoint("llama"), num_frames=12)
@@ -214,47 +193,14 @@ def by_hand(checkpoint: Checkpoint, prompt: list[int], params: SamplingParams, i
     return tokens
 
 
-def test_each_sample_draws_from_one_generator_of_its_own(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_each_sample_draws_from_one_generator_of_its_own(checkpoint: Checkpoints) -> None:
     params = SamplingParams(max_tokens=12, temperature=2.0, seed=11)
     request = build(checkpoint("llama")).generate([prompt_of(20)], params, num_samples=4)[0]
     for index, tokens in enumerate(outputs([request])):
         assert tokens == by_hand(checkpoint("llama"), prompt_of(20), params, index)
 
 
-def test_a_preempted_sample_comes_back_with_its_own_tokens(checkpoint: Callable[[str], Checkpoint]) -> None:
-    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
-    wide = outputs(build(checkpoint("llama")).generate([prompt_of(30)], params, num_samples=4))
-    narrow = build(checkpoint("llama"), num_frames=7, prefix_cache=False)
-    assert outputs(narrow.generate([prompt_of(30)], params, num_samples=4)) == wide
-    assert narrow.scheduler.preemptions > 0
-    assert idle(narrow)
-
-
-def test_a_second_prompt_finds_the_pages_of_the_first(checkpoint: Callable[[str], Checkpoint]) -> None:
-    engine = build(checkpoint("llama"))
-    first, second = (
-        engine.generate([prompt_of(150)], SamplingParams(max_tokens=5))[0].completions[0] for _ in range(2)
-    )
-    assert (first.cached_tokens, second.cached_tokens) == (0, 144)
-    assert first.token_ids == second.token_ids
-
-
-def test_streamed_pieces_join_to_the_text(checkpoint: Callable[[str], Checkpoint]) -> None:
-    pieces: dict[int, list[str]] = {0: [], 1: []}
-    engine = build(checkpoint("llama"))
-    request = engine.submit(
-        prompt_of(9), SamplingParams(max_tokens=9), num_samples=2, on_text=lambda c, text: pieces[c.index].append(text)
-    )
-    engine.step()
-    assert all(len(said) == 1 for said in pieces.values())  # text arrives with the first token, not at the end
-    engine.run()
-    before, whole = request.prompt_ids, engine.tokenizer.decode
-    for completion in request.completions:
-        assert "".join(pieces[completion.index]) == completion.text
-        assert whole(before) + completion.text == whole([*before, *completion.token_ids])
-
-
-def test_stop_strings_and_ids_end_the_text_before_them(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_stop_strings_and_ids_end_the_text_before_them(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"))
     free = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12))[0].completions[0]
     words = free.text.split()
@@ -281,8 +227,8 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     assert stops.finish() == ""
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_cancelling_gives_everything_back_at_any_point(steps: int, checkpoint: Callable[[str], Checkpoint]) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_cancelling_gives_everything_back_at_any_point(steps: int, checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), limits=Limits(prefill_chunk=20))
     doomed = engine.submit(prompt_of(50), SamplingParams(max_tokens=30), num_samples=3)
     other = engine.submit(prompt_of(30), SamplingParams(max_tokens=10))
@@ -295,7 +241,7 @@ def test_cancelling_gives_everything_back_at_any_point(steps: int, checkpoint: C
     assert idle(engine)
 
 
-def test_a_listener_may_cancel(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_listener_may_cancel(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"))
 
     def listen(completion: Completion, text: str) -> None:
@@ -308,12 +254,7 @@ def test_a_listener_may_cancel(checkpoint: Callable[[str], Checkpoint]) -> None:
     assert idle(engine)
 
 
-@pytest.mark.parametrize(
-    "call", [Engine.step, Engine.run, lambda engine: engine.generate([[1]])], ids=["step", "run", "generate"]
-)
-def test_a_listener_may_submit_and_must_not_step(
-    call: Callable[[Engine], Any], checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_a_listener_may_submit_and_must_not_step(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"))
     later: list[Any] = []
 
@@ -321,7 +262,7 @@ def test_a_listener_may_submit_and_must_not_step(
         if len(completion.token_ids) == 1:
             later.append(engine.submit(prompt_of(12), SamplingParams(max_tokens=3)))
         if len(completion.token_ids) == 2:
-            call(engine)
+            engine.run()
 
     request = engine.submit(prompt_of(9), SamplingParams(max_tokens=4), on_text=listen)
     engine.run()
@@ -330,7 +271,7 @@ def test_a_listener_may_submit_and_must_not_step(
     assert idle(engine)
 
 
-def test_samples_not_yet_forked_count(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_samples_not_yet_forked_count(checkpoint: Checkpoints) -> None:
     """They count against max_sequences and against the frames promised to running sequences."""
     engine = build(checkpoint("llama"), limits=Limits(max_sequences=4, prefill_chunk=10))
     params = SamplingParams(max_tokens=5)
@@ -347,7 +288,7 @@ def test_samples_not_yet_forked_count(checkpoint: Callable[[str], Checkpoint]) -
     assert idle(narrow)
 
 
-def test_a_sequence_behind_a_cancelled_head_is_admitted_at_once(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_sequence_behind_a_cancelled_head_is_admitted_at_once(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), num_frames=10)
     first = engine.submit(prompt_of(70), SamplingParams(max_tokens=8))
     large, small = (engine.submit(prompt_of(length, seed=1), SamplingParams(max_tokens=1)) for length in (120, 5))
@@ -360,54 +301,19 @@ def test_a_sequence_behind_a_cancelled_head_is_admitted_at_once(checkpoint: Call
     assert not first.finished
 
 
-def test_cached_tokens_are_those_found_when_first_admitted(checkpoint: Callable[[str], Checkpoint]) -> None:
-    engine = build(checkpoint("llama"), limits=Limits(prefill_chunk=20))
-    request = engine.submit(prompt_of(90), SamplingParams(max_tokens=3))
-    for _ in range(2):
-        engine.step()
-    engine.scheduler.preempt(engine.scheduler.running[-1])
-    engine.run()
-    assert engine.cache.stats().tokens_matched > 0  # after the preemption, the sequence found its own pages,
-    assert request.completions[0].cached_tokens == 0  # which do not count as cached
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"num_layers": 2}, {"num_kv_heads": 1}, {"head_dim": 32}, {"head_dim_v": 8}, {"dtype": "bfloat16"}],
-    ids=str,
-)
-def test_a_cache_of_another_geometry_is_refused(
-    change: dict[str, Any], checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_a_cache_of_another_geometry_is_refused(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"))
-    other = PagedKVCache(replace(engine.cache.spec, **change), num_frames=4)
-    with pytest.raises(InvalidRequest, match=f"made for {next(iter(change))} "):
-        Engine(engine.decoder, engine.tokenizer, other)
-
-
-def test_only_a_forced_kernel_is_forced_on_every_call(
-    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call that the chosen kernel refuses goes to the next kernel, unless the user asked for that kernel by name."""
-    params = SamplingParams(max_tokens=3)
-    picky = registry.Kernel(
-        "picky", None, "pagedkv.kernels.reference", lambda case: ["no soft cap"] * ("softcap" in case.features)
-    )
-    monkeypatch.setattr(registry, "KERNELS", (picky, registry.Kernel("reference", None, "pagedkv.kernels.reference")))
-    engine = build(checkpoint("gemma2"))
-    assert engine.cache.kernel.name == "picky"
-    engine.generate([prompt_of(9)], params)
-    with pytest.raises(KernelUnavailable, match="no soft cap"):
-        build(checkpoint("gemma2"), kernels="picky").generate([prompt_of(9)], params)
+    changes = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 32, "head_dim_v": 8, "dtype": "bfloat16"}
+    for name, value in changes.items():
+        other = PagedKVCache(replace(engine.cache.spec, **{name: value}), num_frames=4)
+        with pytest.raises(InvalidRequest, match=f"made for {name} "):
+            Engine(engine.decoder, engine.tokenizer, other)
 
 
 BAD = {
     "half of a surrogate pair": lambda e: e.submit("w1 \ud800"),
-    "the prompt is empty": lambda e: e.submit([]),
-    "outside the vocabulary": lambda e: e.submit([VOCAB]),
     "raise num_frames or memory": lambda e: e.submit([1] * 60, SamplingParams(max_tokens=10)),
     "the model ends at 512": lambda e: e.submit([1] * 512),
-    "num_samples is 0": lambda e: e.submit([1], num_samples=0),
     "2 prompts and 1 params": lambda e: e.generate([[1], [2]], [SamplingParams()]),
     "one text was given; give": lambda e: e.generate("w1 w2"),
     "limits is 3; give Limits": lambda e: Engine(e.decoder, e.tokenizer, e.cache, limits=3),  # type: ignore[arg-type]
@@ -417,13 +323,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_requests_are_refused_where_they_are_made(message: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_bad_requests_are_refused_where_they_are_made(message: str, checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), num_frames=4)
     with pytest.raises(InvalidRequest, match=message):
         BAD[message](engine)
     assert idle(engine)
-
-
-def test_limits_must_make_sense() -> None:
-    with pytest.raises(InvalidRequest, match="max_batch_tokens is 0"):
-        Limits(max_batch_tokens=0)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.events import REQUESTS, STEPS, chrome_trace
-from tests.engine.conftest import prompt_of
+from tests.engine.conftest import Checkpoints, prompt_of
 from tests.engine.step.test_engine import build
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from tests.engine.conftest import Checkpoint
-
-
-def test_a_trace_has_each_step_and_each_life(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_trace_has_each_step_and_each_life(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), limits=Limits(max_batch_tokens=32))
     engine.events = []
     first = engine.submit(prompt_of(50), SamplingParams(max_tokens=4), num_samples=2)
@@ -46,7 +40,3 @@ def test_a_trace_has_each_step_and_each_life(checkpoint: Callable[[str], Checkpo
     computed = sum(e["args"]["tokens"] for e in slices if e["name"] == "chunk")
     assert computed == engine.stats().computed_tokens == 50 + 6 + 9
     assert [len(completion.token_ids) for completion in first.completions] == [4, 4]
-
-
-def test_a_trace_of_no_steps_has_no_slices() -> None:
-    assert all(entry["ph"] == "M" for entry in chrome_trace([])["traceEvents"])

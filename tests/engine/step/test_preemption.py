@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import random
-import statistics
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
-from tests.engine.conftest import Checkpoint, prompt_of
+from tests.engine.conftest import Checkpoints, prompt_of
 from tests.engine.step.test_engine import NUM_TOKENS, build, idle, outputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
 
@@ -33,7 +28,7 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return computed
 
 
-def test_an_urgent_request_overtakes_and_preempts(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_an_urgent_request_overtakes_and_preempts(checkpoint: Checkpoints) -> None:
     order: list[int] = []
     for options in ({"num_frames": 12}, {"limits": Limits(max_sequences=1)}):
         engine = build(checkpoint("llama"), **options)
@@ -52,7 +47,7 @@ def test_an_urgent_request_overtakes_and_preempts(checkpoint: Callable[[str], Ch
         assert idle(engine)
 
 
-def test_a_sequence_is_preempted_only_if_that_makes_room(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_sequence_is_preempted_only_if_that_makes_room(checkpoint: Checkpoints) -> None:
     """One urgent request waits for the quota of its tenant, another for places that a more urgent one holds."""
     for waiting in ({"tenant": b"small"}, {"num_samples": 2}):
         engine = build(checkpoint("llama"), limits=Limits(max_sequences=2))
@@ -69,7 +64,7 @@ def test_a_sequence_is_preempted_only_if_that_makes_room(checkpoint: Callable[[s
         assert idle(engine)
 
 
-def test_a_tenant_at_its_quota_makes_room_by_its_own_sequences(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_tenant_at_its_quota_makes_room_by_its_own_sequences(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"))
     engine.cache.set_quota(b"small", hard=3)
     params = SamplingParams(max_tokens=12)
@@ -84,7 +79,7 @@ def test_a_tenant_at_its_quota_makes_room_by_its_own_sequences(checkpoint: Calla
     assert idle(engine)
 
 
-def test_a_preempted_sequence_waits_before_those_that_came_later(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_preempted_sequence_waits_before_those_that_came_later(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), num_frames=11)
     _, second, later = [engine.submit(prompt_of(64, n), PARAMS) for n in range(3)]
     while not engine.scheduler.preemptions:
@@ -94,31 +89,8 @@ def test_a_preempted_sequence_waits_before_those_that_came_later(checkpoint: Cal
     assert idle(engine)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_any_mixture_of_priorities_gives_each_prompt_its_own_tokens(
-    seed: int, checkpoint: Callable[[str], Checkpoint]
-) -> None:
-    dice, wide = random.Random(seed), build(checkpoint("llama"))
-    engine = build(checkpoint("llama"), block_size=4, num_frames=40)
-    requests, want = [], []
-    for number in range(12):
-        prompt, params = prompt_of(dice.randint(3, 60), number), SamplingParams(max_tokens=dice.randint(1, 30))
-        beams = {"num_beams": 2} if number % 5 == 0 and len(prompt) < 30 else {}
-        params = SamplingParams(max_tokens=min(params.max_tokens, 20 if beams else 30), **beams)
-        requests.append(engine.submit(prompt, params, priority=dice.randint(-1, 2)))
-        want.append(wide.generate([prompt], params)[0].completions[0].token_ids)
-        for _ in range(dice.randint(0, 3)):
-            engine.step()
-    engine.run()
-    assert outputs(requests) == want
-    assert engine.scheduler.preemptions > 0
-    assert idle(engine)
-
-
 @pytest.mark.slow
-def test_an_overloaded_pool_computes_little_twice(
-    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overloaded_pool_computes_little_twice(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 requests on a pool for three: in fewer steps than three at a time, with at most 15 % more tokens."""
     dice, found = random.Random(0), []
     prompts = [prompt_of(dice.randint(30, 60), seed=i) for i in range(200)]
@@ -135,22 +107,3 @@ def test_an_overloaded_pool_computes_little_twice(
     assert none == 0 < preemptions
     assert computed <= 1.15 * least
     assert busy < calm
-
-
-@pytest.mark.slow
-def test_an_overloaded_pool_takes_little_longer() -> None:
-    """200 requests on a pool for three: at most 15 % more seconds than three at a time, in medians of three turns."""
-    dice, taken = random.Random(0), list[list[float]]()
-    prompts = [prompt_of(dice.randint(30, 60), seed=i) for i in range(200)]
-    params = [SamplingParams(max_tokens=dice.randint(20, 40), ignore_eos=True) for _ in prompts]
-    for _ in range(3):
-        taken.append([])
-        for limits in (Limits(max_sequences=3), Limits()):
-            engine = Engine.load(num_frames=3 * 7, limits=limits)
-            engine.generate(prompts[:2], params[:2])
-            began = time.perf_counter()
-            engine.generate(prompts, params)
-            taken[-1].append(time.perf_counter() - began)
-        assert engine.scheduler.preemptions > 0
-    calm, busy = map(statistics.median, zip(*taken, strict=True))
-    assert busy <= 1.15 * calm

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
-from tests.engine.conftest import Checkpoint, prompt_of
+from tests.engine.conftest import Checkpoints, prompt_of
 from tests.engine.step.test_engine import build, idle, outputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PARAMS = SamplingParams(max_tokens=12)
 
@@ -24,7 +21,7 @@ def running(engine: Engine) -> list[Any]:
     return [sequence.completion for sequence in engine.scheduler.running]
 
 
-def test_samples_fork_to_the_place_behind_their_siblings(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_samples_fork_to_the_place_behind_their_siblings(checkpoint: Checkpoints) -> None:
     """Two samples fail at their first token. The place of the third is beside the first, not three places behind it."""
     calls = itertools.count()
 
@@ -42,26 +39,12 @@ def test_samples_fork_to_the_place_behind_their_siblings(checkpoint: Callable[[s
     assert running(engine) == [first, last, *(other.completions[0] for other in others)]
 
 
-def test_beams_go_on_beside_a_sequence_in_their_midst(checkpoint: Callable[[str], Checkpoint]) -> None:
-    alone = [build(checkpoint("llama")).generate([prompt_of(9)], params) for params in (PARAMS, BEAMS)]
-    engine = build(checkpoint("llama"))
-    plain, search = engine.submit(prompt_of(9), PARAMS), engine.submit(prompt_of(9), BEAMS)
-    engine.step()
-    queue = engine.scheduler.running
-    assert [sequence.completion.request for sequence in queue] == [plain, *[search] * 3]
-    queue.insert(2, queue.pop(0))
-    for _ in range(PARAMS.max_tokens):
-        engine.step()
-    assert outputs([plain, search]) == outputs([request for requests in alone for request in requests])
-    assert idle(engine)
-
-
 BEAMS = SamplingParams(max_tokens=12, num_beams=3)
 
 
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_a_small_request_is_admitted_before_a_larger_one_that_was_refused(
-    priority: int, checkpoint: Callable[[str], Checkpoint]
+    priority: int, checkpoint: Checkpoints
 ) -> None:
     """The pool has room for the small one, so nothing is preempted."""
     engine = build(checkpoint("llama"), num_frames=10)
@@ -76,7 +59,7 @@ def test_a_small_request_is_admitted_before_a_larger_one_that_was_refused(
     assert idle(engine)
 
 
-def test_an_urgent_prompt_is_computed_before_others_decode(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_an_urgent_prompt_is_computed_before_others_decode(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), limits=Limits(max_batch_tokens=4))
     others = [engine.submit(prompt_of(4), PARAMS, priority=1) for _ in range(4)]
     while not all(other.completions[0].token_ids for other in others):
@@ -90,7 +73,7 @@ def test_an_urgent_prompt_is_computed_before_others_decode(checkpoint: Callable[
     assert idle(engine)
 
 
-def test_an_end_that_no_listener_knows_is_work(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_an_end_that_no_listener_knows_is_work(checkpoint: Checkpoints) -> None:
     """Another request is cancelled between two steps: this takes out the one that is over its time, too."""
     heard: list[str] = []
     engine = build(checkpoint("llama"))
@@ -107,24 +90,19 @@ def test_an_end_that_no_listener_knows_is_work(checkpoint: Callable[[str], Check
 
 
 TOGETHER: dict[str, dict[str, Any]] = {
-    "one page in common": {"common": 16, "own": 20},
     "a page less one token": {"common": 15, "own": 20},
     "many pages, nothing else": {"common": 65, "own": 0},
     "chunks of a prompt": {"common": 100, "own": 3, "limits": Limits(prefill_chunk=8)},
     "a step for one prompt": {"common": 90, "own": 30, "limits": Limits(max_batch_tokens=32)},
     "windows": {"name": "gemma3", "common": 60, "own": 8},
-    "samples": {"common": 70, "own": 5, "options": {"num_samples": 2}},
     "beams": {"common": 40, "own": 9, "params": BEAMS},
-    "small blocks": {"common": 30, "own": 2, "block_size": 4},
     "few tokens, many prompts": {"common": 16, "own": 4, "block_size": 4},
     "a pool of two prompts": {"common": 80, "own": 16, "num_frames": 16},
 }
 
 
 @pytest.mark.parametrize("case", TOGETHER)
-def test_prompts_that_arrive_together_compute_their_prefix_once(
-    case: str, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_prompts_that_arrive_together_compute_their_prefix_once(case: str, checkpoint: Checkpoints) -> None:
     told = {"name": "llama", "block_size": 16, "num_frames": 400, "params": PARAMS, "limits": None, "options": {}}
     told |= TOGETHER[case]
     common, own, size = told["common"], told["own"], told["block_size"]
@@ -141,9 +119,7 @@ def test_prompts_that_arrive_together_compute_their_prefix_once(
 
 
 @pytest.mark.parametrize(("common", "waits"), [(16, False), (32, True)])
-def test_a_prompt_waits_only_if_that_saves_more_than_a_step(
-    common: int, waits: bool, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_a_prompt_waits_only_if_that_saves_more_than_a_step(common: int, waits: bool, checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"))
     prompts = [prompt_of(common) + prompt_of(90, seed) for seed in range(2)]
     requests = [engine.submit(prompt, PARAMS) for prompt in prompts]
@@ -153,7 +129,7 @@ def test_a_prompt_waits_only_if_that_saves_more_than_a_step(
     assert requests[1].completions[0].cached_tokens == common * waits
 
 
-def test_a_prompt_waits_for_no_less_urgent_one(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_prompt_waits_for_no_less_urgent_one(checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), num_frames=400, limits=Limits(prefill_chunk=16))
     prompt = prompt_of(120)
     leader = engine.submit(prompt, PARAMS, priority=1)
@@ -169,7 +145,7 @@ def test_a_prompt_waits_for_no_less_urgent_one(checkpoint: Callable[[str], Check
 
 
 @pytest.mark.parametrize("end", ["cancel", "fail", "preempt"])
-def test_a_prompt_goes_on_when_the_one_it_waits_for_ends(end: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_prompt_goes_on_when_the_one_it_waits_for_ends(end: str, checkpoint: Checkpoints) -> None:
     engine = build(checkpoint("llama"), num_frames=400, limits=Limits(prefill_chunk=16))
     prompts = [prompt_of(120) + prompt_of(3, seed) for seed in range(3)]
     leader, *others = [engine.submit(prompt, PARAMS) for prompt in prompts]

@@ -22,16 +22,13 @@ from pagedkv.engine.model.pool import new_cache
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
-from tests.engine.conftest import prompt_of
+from tests.engine.conftest import Checkpoint, Checkpoints, prompt_of
 from tests.engine.sampling.test_grammar import byte_tokenizer
 from tests.engine.step.test_engine import idle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pagedkv.engine.drafts.speculation import Drafter
     from pagedkv.engine.requests.request import Request
-    from tests.engine.conftest import Checkpoint
 
 
 STOPS: Final = list(range(0, 97, 13))
@@ -107,7 +104,7 @@ def build(checkpoint: Checkpoint, *, num_frames: int = 400, prefix_cache: bool =
     ids=["lookup", "draft model", "windows"],
 )
 def test_mixed_requests_end_as_alone_and_leave_nothing(
-    name: str, kind: str, prefix_cache: bool, count: int, checkpoint: Callable[[str], Checkpoint]
+    name: str, kind: str, prefix_cache: bool, count: int, checkpoint: Checkpoints
 ) -> None:
     drafter = drafter_of(kind, checkpoint(name))
     limits = Limits(max_batch_tokens=64, max_sequences=10, prefill_chunk=24)
