@@ -93,15 +93,13 @@ def plant(kind: str, path: Path) -> Path:
     return other
 
 
-MODES = ["0640", "0602", "0601", "0777"]
 PLANTED = [
-    *("a symbolic link", "a broken link", "a hard link", "a pipe", "a folder"),
+    *("a symbolic link", "a broken link", "a hard link", "a pipe", "a folder", "0640", "0602"),
     pytest.param("another user's", marks=pytest.mark.skipif(not IS_ROOT, reason="only root makes files of others")),
-    *MODES,
 ]
 
 
-@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT])
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT])
 @pytest.mark.parametrize("kind", PLANTED)
 def test_a_private_file_is_nobody_elses_and_what_is_refused_stays_as_it_is(
     kind: str, flags: int, tmp_path: Path
@@ -114,22 +112,6 @@ def test_a_private_file_is_nobody_elses_and_what_is_refused_stays_as_it_is(
     assert (other.read_bytes(), other.stat().st_mode) == (PRECIOUS, mode)
     assert not (tmp_path / "nothing").exists()
     assert len(os.listdir("/proc/self/fd")) == open_files
-
-
-def modes(folder: Path) -> dict[str, set[int]]:
-    """Return the modes of all files and of all folders below `folder`."""
-    below = list(folder.rglob("*"))
-    return {
-        "files": {stat.S_IMODE(path.lstat().st_mode) for path in below if not path.is_dir()},
-        "folders": {stat.S_IMODE(path.lstat().st_mode) for path in below if path.is_dir()},
-    }
-
-
-def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    regular_files.make_folder(tmp_path)
-    regular_files.make_folder(tmp_path / "new")
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, tmp_path / "new")] == [0o755, 0o700]
 
 
 @pytest.mark.parametrize("kind", PLANTED)
