@@ -147,11 +147,8 @@ class KernelUnavailable(PagedKVError):
 
     def __init__(self, asked: str, reasons: dict[str, list[str]]) -> None:
         self.reasons: dict[str, list[str]] = reasons
-        lines = "".join(f"\n  {name}: {'; '.join(objections)}" for name, objections in reasons.items())
-        super().__init__(
-            f"no kernel can serve {asked}:{lines}\n"
-            "change what is objected to, or name no kernel: backend=None, or --kernels auto at a shell"
-        )
+        lines = "".join(f"\n  {name}: {why}" for name, objections in reasons.items() for why in objections)
+        super().__init__(f"no kernel can serve {asked}:{lines}\nname no kernel (backend=None), or change what is asked")
 
 
 class CheckpointError(PagedKVError):

@@ -24,9 +24,8 @@ from pagedkv.cli.complaints import complain
 from pagedkv.cli.options import command
 from pagedkv.errors import InvalidRequest, PagedKVError
 
-app: Final = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+HELP: Final = {"help_option_names": ["-h", "--help"]}
+app: Final = typer.Typer(cls=options.Group, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 
 BAD_INPUT: Final = 2
 
@@ -38,7 +37,7 @@ without a public name for this class."""
 @app.callback(invoke_without_command=True)
 def _pagedkv(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", metavar="", help="Print the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Paged virtual memory for the KV cache of language models."""
     if version:
@@ -83,7 +82,7 @@ def _fit(fitting: options.Fitting, geometry: options.Geometry, stored: options.S
     run(fitting, geometry, stored)
 
 
-@app.command("doctor", epilog="Example: pagedkv doctor")
+@app.command("doctor", cls=options.Command, epilog="Example: pagedkv doctor")
 def _doctor() -> None:
     """Show which kernels can run here and why the others cannot, and what this machine has."""
     from pagedkv.cli.doctor import run  # torch
@@ -91,7 +90,7 @@ def _doctor() -> None:
     run()
 
 
-@app.command("warm", epilog="Example: pagedkv warm")
+@app.command("warm", cls=options.Command, epilog="Example: pagedkv warm")
 def _warm() -> None:
     """Compile everything that is compiled at first use (about a minute, once), for an image or before a server."""
     from pagedkv.cli.warm import run  # torch
@@ -110,7 +109,6 @@ def _replay(replaying: options.Replaying) -> None:
 
 
 app.add_typer(benchmarks, name="bench")
-options.show_flags_alone(app, benchmarks)
 
 
 def main(argv: list[str] | None = None) -> None:

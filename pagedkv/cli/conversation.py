@@ -143,7 +143,7 @@ class _Conversation:
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
             ids = self._job.token_ids(asked, self._engine)
-            request = self._engine.submit(ids, self._job.params, on_text=_show, tenant=self._job.tenant)
+            request = self._engine.submit(ids, self._job.params, on_text=_show)
         except (InvalidRequest, CheckpointError) as error:
             return complain(f"{in_options(str(error))}; {RESET} forgets the conversation")
         while not request.finished:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -19,11 +18,11 @@ from rich.text import Text
 
 import pagedkv
 from pagedkv import debug
+from pagedkv.cli import machine
 from pagedkv.cli.compiling import place
 from pagedkv.cli.report import grid, size
 
-REQUIRED: Final = ("torch", "numba", "numpy", "safetensors", "tokenizers")
-OPTIONAL: Final = ("triton", "cupy-cuda12x", "cupy-cuda13x", "transformers")
+PACKAGES: Final = "torch numba numpy safetensors tokenizers triton cupy-cuda12x cupy-cuda13x transformers".split()
 
 FEATURES: Final = """
 avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm
@@ -55,18 +54,18 @@ def _kernels(device: str) -> Table:
 
 def _facts() -> dict[str, str]:
     """Return the facts that a bug report should contain, by name."""
+    installed = {each.name.lower(): each.version for each in distributions() if each.name}
+    free, total = machine.memory()
     facts = {
         "pagedkv": f"{pagedkv.__version__}, debug level {debug.level()}, kernels {debug.forced_backend() or 'auto'}",
         "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else "not compiled: the C++ kernels are not there",
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}",
-        **{name: _version(name) for name in REQUIRED},
-        **{name: _version(name) for name in OPTIONAL},
+        **{name: installed.get(name, "not installed") for name in PACKAGES},
         "torch": torch.__version__,  # with the build, which the metadata of wheels on PyPI leave out
         "cpu": _cpu(),
-        "threads": f"{torch.get_num_threads()} of torch, "
-        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
+        "threads": f"{torch.get_num_threads()} of torch; {machine.cores()} of {os.cpu_count()} cores may be used",
         "compiled code": place().removeprefix("compiled functions are "),
-        "memory": _memory(),
+        "memory": f"{size(free)} available of {size(total)}",
         "huge pages": _huge_pages(),
     }
     for index in range(torch.cuda.device_count()):
@@ -77,49 +76,18 @@ def _facts() -> dict[str, str]:
     return facts
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _read(path: str) -> str:
-    """Return the text of a file, or "" if it cannot be read."""
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
 def _cpu() -> str:
     """Return the name of the CPU and its FEATURES."""
-    lines = dict(line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in lines.items()}
+    fields = machine.fields("/proc/cpuinfo")
     present = set(fields.get("flags", fields.get("Features", "")).split())
     name = fields.get("model name", platform.processor() or "unknown")
     features = " ".join(feature for feature in FEATURES if feature in present)
     return f"{name}; {features or 'no features that kernels ask for'}"
 
 
-def _memory() -> str:
-    """Return the memory of the machine, and the limit of the container if that is lower."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    total, available = (
-        int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("MemTotal", "MemAvailable")
-    )
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    bound = f", at most {size(int(limit))} for this container" if limit.isdigit() and int(limit) < total else ""
-    return f"{size(available)} available of {size(total)}{bound}"
-
-
 def _huge_pages() -> str:
-    """Return the huge page mode of Linux, and its effect on a pool (which calls madvise)."""
-    setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
-    mode = setting.partition("[")[2].partition("]")[0] or "unknown"
-    meaning = {
-        "always": "used for every pool",
-        "madvise": "used for the pool, which asks for them",
-        "never": "switched off: a large pool is slower",
-    }
-    return f"{mode}: {meaning.get(mode, 'the kernel does not say')}"
+    """Return whether a pool, which asks for huge pages, gets them."""
+    path = "/sys/kernel/mm/transparent_hugepage/enabled"
+    mode = machine.text(path).partition("[")[2].partition("]")[0]
+    off = f"switched off in {path}: a large pool is slower"
+    return {"never": off, "": "Linux does not say"}.get(mode, "Linux gives them to the pool")

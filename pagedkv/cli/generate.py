@@ -2,13 +2,14 @@
 
 one prompt      text, streamed; further samples follow, each under a heading            then a table on stderr
 a .jsonl        a block of text for each prompt, in input order, and a progress bar     then a table on stderr
---json          one object, or one object per line                                      only errors of lines on stderr
+--json          one object; of a .jsonl one for each line, and one of the run           only errors of lines on stderr
 
 A prompt of a .jsonl that cannot be used, or whose request ends with an error, is a line on stderr and costs no other.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.text import Text
 
 from pagedkv.cli import report
@@ -43,11 +44,6 @@ class Job:
     output: Output
     loading: Loading
     screen: Console
-
-    @property
-    def tenant(self) -> bytes:
-        """The tenant as the engine names it."""
-        return self.output.tenant.encode("utf-8", "surrogateescape")
 
     def token_ids(self, messages: list[dict[str, Any]], engine: Engine) -> list[int]:
         """Encode messages, after the system message of the command line, by the checkpoint's chat template."""
@@ -97,20 +93,20 @@ def run(job: Job) -> int:
         with _progress_bar(screen, total, shown=job.source.many and screen.is_terminal) as bar:
             for task in tasks:
                 while task.request and not task.request.finished:
-                    _advance(bar, engine.step())
+                    bar.advance(bar.task_ids[0], len(engine.step()))
                 _show(task, engine, bar, job)
         done = [task.request for task in tasks if task.request and not task.error]
         if printer:
             printer.end(done[0])
             screen.print()  # a block of text ends with a blank line anyway
         if done and not as_json:
-            screen.print(report.table(done, engine))
+            screen.print(report.table(done, engine, is_bundled=job.loading.model is None))
+        if done and as_json and job.source.many:
+            print(json.dumps(report.of_run(engine)), flush=True)
         for name, stats in engine.cache.tiers.stats().items():
             if stats.failed:
-                print(
-                    f"pagedkv: warning: the {name} tier failed for {stats.failed:,} pages: it is down or full",
-                    file=sys.stderr,
-                )
+                text = f"the {name} tier failed for {stats.failed:,} pages: it is down or full"
+                print("pagedkv: warning:", text, file=sys.stderr)
     return int(any(task.error for task in tasks))
 
 
@@ -123,10 +119,10 @@ def _show(task: _Entry, engine: Engine, bar: Progress, job: Job) -> None:
     with task.guarded(many=job.source.many):
         if errors:
             raise InvalidRequest(errors[0] if job.source.many else f"{task.prompt.where}: {errors[0]}")
-    if job.output.as_json and task.request:
-        _print_under(bar, report.as_json(task.request, engine, task.prompt))
-    elif job.output.as_json:
-        _print_under(bar, report.error_as_json(task.prompt, task.error))
+    if job.output.as_json:
+        found = report.of_request(task.request) if task.request else {"error": task.error}
+        of_line = {"line": task.prompt.line, "id": task.prompt.id}
+        _print_under(bar, json.dumps(of_line | found if job.source.many else found | report.of_run(engine)))
     elif job.source.many and task.request and not task.error:
         _print_under(bar, _block(task.request, task.prompt))
     if task.error:
@@ -150,9 +146,7 @@ def _submitted(job: Job, printer: _SamplePrinter | None) -> tuple[list[_Entry], 
             with task.guarded(many=many):
                 messages = job.templating.messages(task.prompt)
                 ids = job.token_ids(messages, engine) if messages else engine.tokenizer.encode(task.prompt.text)
-                task.request = engine.submit(
-                    ids, task.params, num_samples=job.output.num_samples, on_text=printer, tenant=job.tenant
-                )
+                task.request = engine.submit(ids, task.params, num_samples=job.output.num_samples, on_text=printer)
     _require_one(tasks)
     return tasks, engine
 
@@ -176,11 +170,10 @@ def load(loading: Loading, screen: Console, **more: Any) -> Engine:
         try:
             return Engine.load(loading.folder(), limits=Limits(**limits), **loading.of_engine(), **more)
         except KernelUnavailable as error:
-            if (named := loading.kernels) not in error.reasons:
-                raise
-            why = "; ".join(error.reasons[named])
-            reason = f"--kernels {named} cannot serve on {loading.device}: {why}"
-            raise InvalidRequest(f"{reason}; give --kernels auto") from None
+            name, (why, *_) = next(iter(error.reasons.items()))  # of the kernel that was named: others are not asked
+            given = "--kernels " if name == loading.kernels else "PAGEDKV_KERNELS="
+            what = f"{given}{name} cannot serve on {loading.device}: {why}"
+            raise InvalidRequest(f"{what}; give --kernels auto (`pagedkv doctor` has all reasons)") from None
 
 
 def _params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
@@ -198,9 +191,6 @@ def _params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
             f'it has {", ".join(unknown)}{guess}; besides "prompt" or "messages" and "id" it may have '
             f"{', '.join(allowed)}"
         )
-    for name in ("stop", "stop_ids"):
-        if not isinstance(prompt.options.get(name, ""), (str, list)):
-            raise InvalidRequest(f"{name} is {prompt.options[name]!r}; it must be a list")
     other = dict.fromkeys(GRAMMARS) if any(prompt.options.get(name) is not None for name in GRAMMARS) else {}
     return replace(params, **{**other, **prompt.options})
 
@@ -244,21 +234,14 @@ def _block(request: Request, prompt: Prompt) -> str:
 
 
 def _progress_bar(screen: Console, total: int, *, shown: bool) -> Progress:
-    """Return a bar of completions and their tokens."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+    """Return a bar of completions."""
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     # redirect_stdout would send printed results to stderr, even if stdout is a file.
     bar = Progress(
         *columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False, disable=not shown
     )
-    bar.add_task("", total=total, tokens=0)
+    bar.add_task("", total=total)
     return bar
-
-
-def _advance(bar: Progress, finished: list[Completion]) -> None:
-    """Count the completions that finished."""
-    (task,) = bar.tasks
-    tokens = task.fields["tokens"] + sum(len(completion.token_ids) for completion in finished)
-    bar.update(task.id, advance=len(finished), tokens=tokens)
 
 
 def _print_under(bar: Progress, text: str, show: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:

@@ -14,6 +14,7 @@ what the engine raises into those of the command line.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from pagedkv import debug
 from pagedkv.cli import shaping
-from pagedkv.engine.checkpoint import hub
+from pagedkv.cli.fetching import folder_of
 from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.errors import InvalidRequest
@@ -37,33 +38,44 @@ MOST: Final = 2**31 - 1
 """The largest number of a geometry, as in a config.json."""
 
 
-def option(metavar: str, words: str, *names: str, panel: str | None = None, **limits: Any) -> Any:
-    """Return an option. words: its help. names: those on the command line, if not that of the field."""
-    return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, **limits)
+def option(metavar: str, words: str, *names: str, panel: str | None = None, **limits: float) -> Any:
+    """Return an option. words: its help. names: those at a shell, if not that of the field. limits: min, max"""
+    low, high = limits.get("min", -math.inf), limits.get("max", MOST)
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:  # --help would show limits that the framework knows
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, int | float) and not low <= each <= high:
+                wanted = f"at most {high:,}" if each > high else f"at least {low:,}"
+                raise InvalidRequest(f"{max(param.opts, key=len)} is {each}; give {wanted}")
+        return value
+
+    return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, callback=check)
 
 
 _kv = partial(option, panel="The KV cache")
 _chat = partial(option, panel="The checkpoint's chat template")
 _sampling = partial(option, panel="Sampling")
 _client = partial(option, panel="Clients")
-_number = partial(option, panel="Numbers, without a model", min=1)
+_number = partial(option, panel="Numbers, without a model")
 
 Number = int | None
+Numbers = list[int] | None
 Text = str | None
 Texts = list[str] | None
+Floats = Literal["float32", "bfloat16", "float16"]
+Stores = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+
+_MODEL: Final = (
+    "A Hugging Face folder, or owner/name on the hub; else the bundled one, which knows only its page of records."
+)
 
 
 @dataclass(frozen=True)
 class Stored:
     """The form of stored keys and values."""
 
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _kv("NAME", "float32, bfloat16, float16.")] = (
-        None
-    )
-    kv_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] | None,
-        _kv("NAME", "Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4."),
-    ] = None
+    dtype: Annotated[Floats | None, _kv("NAME", "float32, bfloat16, float16.")] = None
+    kv_dtype: Annotated[Stores | None, _kv("NAME", "Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4.")] = None
     block_size: Annotated[int, _kv("N", "Tokens in a frame.", min=1)] = 16
     prefill_chunk: Annotated[Number, _kv("N", "Tokens of one prompt in a step, so that others go on.", min=1)] = None
 
@@ -72,13 +84,12 @@ class Stored:
 class Loading(Stored):
     """The model that is loaded, and its pool."""
 
-    model: Annotated[Text, option("DIR", "A Hugging Face folder, or owner/name in its cache; or the bundled.")] = None
-    weights: Annotated[
-        Literal["int8", "int4"] | None, option("NAME", "int8 or int4: quantise the linear layers while loading.")
-    ] = None
+    model: Annotated[Text, option("DIR", _MODEL)] = None
+    fetch: Annotated[bool, option("", "Fetch owner/name from the hub without a question.", "--fetch")] = False
+    weights: Annotated[Literal["int8", "int4"] | None, option("NAME", "int8 or int4, quantised while loading.")] = None
     device: Annotated[str, option("NAME", "cpu, cuda or cuda:N.")] = "cpu"
     speculate: Annotated[Text, option("HOW", "Guess tokens: prompt-lookup, draft, or a smaller model.")] = None
-    num_frames: Annotated[Number, _kv("N", "Frames in the pool.", min=1)] = None
+    num_frames: Annotated[Number, _kv("N", "Frames in the pool.", min=1, max=2**50)] = None
     memory: Annotated[Text, _kv("SIZE", "Size of the pool instead, such as 2GiB.")] = None
     tier: Annotated[Texts, _kv("TIER", "host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.")] = None
     kernels: Annotated[str, _kv("NAME", "One that `pagedkv doctor` lists.")] = "auto"
@@ -99,21 +110,21 @@ class Loading(Stored):
             raise InvalidRequest(f"--sinks is {self.sinks} without --window; give --window, too, such as 1024")
 
     def check(self) -> None:
-        """Read the config of the model and of a draft. Raises: CheckpointError, before torch is imported"""
+        """Read the config of the model and of a draft, after fetching them. Raises: CheckpointError, before torch."""
         for folder in (self.folder(), self.of_engine()["speculate"]):
             if isinstance(folder, Path):
                 ModelConfig.load(folder)
 
     def folder(self) -> Path | None:
         """Return the folder of the model; None for the bundled one. Raises: CheckpointError"""
-        return None if self.model is None else hub.find(self.model)
+        return None if self.model is None else folder_of(self.model, is_agreed=self.fetch)
 
     def of_engine(self) -> dict[str, Any]:
         """Return the options of Engine.load, without limits. Raises: CheckpointError for a draft without a snapshot"""
         names = "dtype kv_dtype block_size weights device speculate num_frames memory kernels window sinks".split()
         found = {name: getattr(self, name) for name in names} | {"tiers": tuple(self.tier or ())}
         if "/" in (self.speculate or ""):  # a draft model; the name of a drafter has none
-            found["speculate"] = hub.find(self.speculate or "")
+            found["speculate"] = folder_of(self.speculate or "", is_agreed=self.fetch)
         return found
 
 
@@ -121,8 +132,8 @@ class Loading(Stored):
 class Prompting:
     """The place of the prompt, and its way through the chat template."""
 
-    dash: Annotated[Text, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as from a pipe.")] = None
-    prompt: Annotated[Text, option("TEXT", "The prompt.")] = None
+    dash: Annotated[Text, typer.Argument(metavar="-", hidden=True)] = None
+    prompt: Annotated[Text, option("TEXT", "The prompt. A lone - reads it from stdin, as does a pipe.")] = None
     prompt_file: Annotated[Path | None, option("FILE", 'A text; a .jsonl has {"prompt": "..."} on each line.')] = None
     chat: Annotated[bool, _chat("", "The prompt is a user's message; without one, talk.", "--chat")] = False
     system: Annotated[Text, _chat("TEXT", "A system message before the others.")] = None
@@ -143,13 +154,12 @@ class Sampling:
     frequency_penalty: Annotated[float, _sampling("F", "For each time a token is in the output; 0 is off.")] = 0.0
     presence_penalty: Annotated[float, _sampling("P", "For a token that is in the output, once; 0 is off.")] = 0.0
     num_beams: Annotated[int, _sampling("N", "Beam search: 1 is off.")] = 1
-    seed: Annotated[Number, _sampling("N", "The same seed, the same text.")] = None
+    seed: Annotated[Number, _sampling("N", "The same seed, the same text.", max=2**128)] = None
     stop: Annotated[Texts, _sampling("TEXT", "Where to end; may be given several times.")] = None
     ignore_eos: Annotated[bool, _sampling("", "Go on behind the model's end token.", "--ignore-eos")] = False
     json_schema: Annotated[Text, _sampling("FILE", "The text follows it; a file, or the JSON itself.")] = None
     regex: Annotated[Text, _sampling("TEXT", "The text matches it.")] = None
     choice: Annotated[Texts, _sampling("TEXT", "The text is one of these; give it several times.")] = None
-    logit_bias: Annotated[Texts, _sampling("ID=BIAS", "Added to a token's logit, -100 to 100; again for more.")] = None
     logprobs: Annotated[Number, _sampling("N", "With --json: log-probabilities of each token and N others.")] = None
 
     def params(self) -> SamplingParams:
@@ -157,22 +167,20 @@ class Sampling:
         for name in ("stop", "choice"):
             if "" in (getattr(self, name) or ()):
                 raise InvalidRequest(f"--{name} is ''; give a text of at least one character")
-        for name in ("stop", *shaping.OPTIONS, "logit_bias", "logprobs") if self.num_beams > 1 else ():
+        for name in ("stop", *shaping.OPTIONS, "logprobs") if self.num_beams > 1 else ():
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{_option(name)} cannot go with --num-beams; leave one of them out")
-        shaped = {"json_schema", "regex", "choice", "logit_bias", "stop"}
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shaped}
+        given = {name: value for name, value in vars(self).items() if name not in ("stop", *shaping.OPTIONS)}
         given |= shaping.grammar(self.json_schema, self.regex, self.choice)
         with naming_options():
-            return SamplingParams(**given, stop=self.stop or (), logit_bias=shaping.biases(self.logit_bias or ()))
+            return SamplingParams(**given, stop=self.stop or ())
 
 
 @dataclass(frozen=True)
 class Output:
-    """The output, and the tenant."""
+    """The output."""
 
     num_samples: Annotated[int, option("N", "Outputs for each prompt; they share its frames.", min=1)] = 1
-    tenant: Annotated[str, option("NAME", "Only prefixes of this tenant are found.")] = ""
     as_json: Annotated[bool, option("", "Print one JSON object, or one for each line of a .jsonl.", "--json")] = False
 
 
@@ -213,14 +221,11 @@ class Serving:
 class Geometry:
     """The numbers of a model without a config."""
 
-    layers: Annotated[Number, _number("N", "Layers.")] = None
-    kv_heads: Annotated[Number, _number("N", "KV heads.")] = None
-    head_dim: Annotated[Number, _number("N", "Elements of a key.")] = None
-    head_dim_v: Annotated[Number, _number("N", "Elements of a value, if not those of a key.")] = None
-    value_in_key: Annotated[
-        bool, option("", "Store keys alone, as the latents of MLA.", "--value-in-key", panel="Numbers, without a model")
-    ] = False
-    window: Annotated[Number, _number("N", "Each token of every layer sees the last N.")] = None
+    layers: Annotated[Number, _number("N", "Layers.", min=1)] = None
+    kv_heads: Annotated[Number, _number("N", "KV heads.", min=1)] = None
+    head_dim: Annotated[Number, _number("N", "Elements of a key.", min=1)] = None
+    value_in_key: Annotated[bool, _number("", "Store keys alone, as the latents of MLA.", "--value-in-key")] = False
+    window: Annotated[Number, _number("N", "Each token of every layer sees the last N.", min=1)] = None
 
     def of_spec(self) -> dict[str, Any]:
         """Return the fields of KVSpec that were given."""
@@ -230,36 +235,27 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Fitting:
-    """The model that should fit, and the memory of GPUs."""
+    """The model that should fit, and the memory."""
 
-    model: Annotated[Text, option("DIR", "A Hugging Face folder, its config.json, or owner/name in its cache.")] = None
+    model: Annotated[Text, option("DIR", "A Hugging Face folder, its config.json, or owner/name on the hub.")] = None
     weights: Annotated[Text, option("NAME", "int8 or int4; or the bytes of all weights, such as 140GB.")] = None
     context: Annotated[Number, option("N", "Tokens of each sequence.", min=1)] = None
-    memory: Annotated[Text, option("SIZE", "Memory of one GPU for weights and KV, such as 72GB.")] = None
-    bandwidth: Annotated[Text, option("SIZE", "Memory bandwidth of one GPU, such as 3.35TB/s.")] = None
-    gpus: Annotated[int, option("N", "1 to N that share the heads equally.", min=1, max=1024)] = 1
+    memory: Annotated[Text, option("SIZE", "For weights and KV, such as 72GB; else what is free here.")] = None
+    bandwidth: Annotated[Text, option("SIZE", "Of that memory, such as 3.35TB/s; else it is measured here.")] = None
     as_json: Annotated[bool, option("", "Print one JSON object, no more.", "--json")] = False
-
-    def __post_init__(self) -> None:
-        if self.memory is not None and amount("--memory", self.memory) == 0:
-            raise InvalidRequest(f"--memory is {self.memory!r}; give the memory of one GPU, such as 72GB")
 
 
 @dataclass(frozen=True)
 class Replaying:
     """A trace, and the pools and policies that it is replayed with."""
 
-    trace: Annotated[
-        Path,
-        typer.Argument(metavar="TRACE", help='On each line a request: {"hash_ids": [0, 1]}, 512 prompt tokens an id.'),
-    ]
-    num_frames: Annotated[list[int] | None, option("N", "Frames of 512 tokens; again for more pools.", min=1)] = None
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help='Lines {"hash_ids": [0, 1]}: an id is 512 tokens.')]
+    num_frames: Annotated[Numbers, option("N", "Frames of 512 tokens; again for more.", min=1, max=2**50)] = None
     memory: Annotated[Texts, option("SIZE", "Instead: pools of that size, such as 40GiB.")] = None
     bytes_per_token: Annotated[int, option("N", "For --memory; default: Llama 3.1 8B in bfloat16.", min=1)] = 131072
     policy: Annotated[Texts, option("NAME", "lru, 2q, lfu, cost, belady, all.")] = None
     tier: Annotated[Text, option("N", "Frames of a tier below each pool, or 8x for eight times the pool.")] = None
     as_json: Annotated[bool, option("", "Print a list of objects, no more.", "--json")] = False
-    plot: Annotated[Path | None, option("FILE", "Draw hit rate against pool size.")] = None
 
 
 # --- commands ---
@@ -271,10 +267,17 @@ class _Help:
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
-            if getattr(each, "is_flag", False):
-                each.metavar = ""
+            each.metavar = "" if getattr(each, "is_flag", False) else each.metavar
             each.process_value = partial(_processed, each)
         return params
+
+
+class Command(_Help, TyperCommand):
+    """A command with the help and the errors of `_Help`."""
+
+
+class Group(_Help, TyperGroup):
+    """A group of commands with the help and the errors of `_Help`."""
 
 
 def _processed(parameter: Any, context: Any, given: Any) -> Any:
@@ -283,11 +286,10 @@ def _processed(parameter: Any, context: Any, given: Any) -> Any:
         return type(parameter).process_value(parameter, context, given)
     except typer.BadParameter as error:
         text = given if isinstance(given, str) else ", ".join(map(str, given or ()))
-        shown = text if re.fullmatch(r"-?[\d.]+", text) else repr(text)
         for pattern, words in _WANTED.items():
             if found := re.search(pattern, error.message):
                 wanted = words.format(*found.groups()).replace("'", "")
-                raise InvalidRequest(f"{max(parameter.opts, key=len)} is {shown}; give {wanted}") from None
+                raise InvalidRequest(f"{max(parameter.opts, key=len)} is {text!r}; give {wanted}") from None
         raise  # an argument is missing
 
 
@@ -295,27 +297,8 @@ _WANTED: Final = {
     r"is not one of ([^.]+)": "one of {}",
     r"valid integer": "an integer",
     r"valid (?:number|float)": "a number",
-    r"range (\d[\d.]*)<=x<=([\d.]*\d)": "{} to {}",
-    r"(?:greater than or equal to |x>=)([\d.]*\d)": "at least {}",
-    r"(?:less than or equal to |x<=)([\d.]*\d)": "at most {}",
 }
 """The remedy for each error of the framework; older typer has the errors of click."""
-
-
-class _Command(_Help, TyperCommand):
-    pass
-
-
-class _Group(_Help, TyperGroup):
-    pass
-
-
-def show_flags_alone(*apps: typer.Typer) -> None:
-    """Let --help of all commands of `apps` show flags without a word for a value."""
-    for app in apps:
-        app.info.cls = _Group
-        for each in app.registered_commands:
-            each.cls = _Command
 
 
 def command(app: typer.Typer, example: str, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -325,7 +308,6 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
         kinds: dict[str, Any] = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
 
         def run(**given: Any) -> Any:
-            _check_most(given)
             names = {name: [field.name for field in fields(kind)] for name, kind in kinds.items()}
             return function(**{name: kinds[name](**{each: given[each] for each in names[name]}) for name in kinds})
 
@@ -335,14 +317,11 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
             hints |= get_type_hints(kind, include_extras=True)
             for field in fields(kind):
                 default = inspect.Parameter.empty if field.default is MISSING else field.default
-                parameters.append(
-                    inspect.Parameter(
-                        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
-                    )
-                )
+                new = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                parameters.append(new.replace(annotation=hints[field.name]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__name__, run.__doc__, run.__annotations__ = function.__name__, function.__doc__, hints
-        app.command(name or example.split()[1], epilog=f"Example: {example}")(run)
+        app.command(name or example.split()[1], cls=Command, epilog=f"Example: {example}")(run)
         return function
 
     return add
@@ -353,15 +332,6 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _check_most(options: dict[str, Any]) -> None:
-    """Raise InvalidRequest for an integer that is too large. --help would show a limit that the framework knows."""
-    for name, value in options.items():
-        most = {"num_frames": 2**50, "seed": 2**128}.get(name, MOST)  # SamplingParams has the limit of a seed
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, int) and each > most:
-                raise InvalidRequest(f"{_option(name)} is {each}; give at most {most:,}")
 
 
 def amount(name: str, text: str) -> int:

@@ -92,10 +92,8 @@ def _variables(given: Sequence[str]) -> dict[str, Any]:
     for text in given:
         name, sign, value = text.partition("=")
         if not sign or not name.isidentifier() or name in TAKEN:
-            raise InvalidRequest(
-                f"--template-var is {text!r}; give NAME=VALUE with another name than {' or '.join(TAKEN)}, such as "
-                "enable_thinking=false"
-            )
+            wanted = f"NAME=VALUE, such as enable_thinking=false, and another name than {' or '.join(TAKEN)}"
+            raise InvalidRequest(f"--template-var is {text!r}; give {wanted}")
         try:
             found[name] = json.loads(value)
         except (ValueError, RecursionError):
@@ -105,10 +103,9 @@ def _variables(given: Sequence[str]) -> dict[str, Any]:
 
 def _require_chat(source: Source, templating: Templating) -> None:
     """Raise InvalidRequest if there are options for a chat template, and no prompt goes through one."""
-    names = {"--system": templating.system is not None, "--template-var": bool(templating.variables)}
-    given = [name for name, is_given in names.items() if is_given]
+    given = "--system" if templating.system is not None else "--template-var" if templating.variables else ""
     if given and not templating.every and not any(prompt.messages or prompt.error for prompt in source.prompts):
-        raise InvalidRequest(f"{given[0]} is for the chat template; give --chat, or messages in a .jsonl")
+        raise InvalidRequest(f"{given} is for the chat template; give --chat, or messages in a .jsonl")
 
 
 def read(given: Prompting) -> tuple[Source, Templating]:
@@ -128,8 +125,6 @@ def _read(text: str | None, path: Path | None, dash: str | None, *, is_chat: boo
         raise InvalidRequest(
             f"unexpected argument {dash!r}; give the prompt with --prompt, --prompt-file, or - for stdin"
         )
-    if text == "-":
-        text, dash = None, text
     given = [name for name, value in (("--prompt", text), ("--prompt-file", path), ("-", dash)) if value is not None]
     if len(given) > 1:
         raise InvalidRequest(f"{' and '.join(given)} both give a prompt; give one of them")

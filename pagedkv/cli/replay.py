@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -27,8 +24,6 @@ def run(given: Replaying) -> None:
 
     Raises: InvalidRequest for an unreadable trace, an unknown policy or a bad size
     """
-    if given.plot and find_spec("matplotlib") is None:
-        raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
     sizes = given.num_frames or [_frames_in(text, given.bytes_per_token) for text in given.memory or ()]
     try:
         requests = read_trace(given.trace)
@@ -47,8 +42,6 @@ def run(given: Replaying) -> None:
         print(json.dumps(rows))
     else:
         _print(rows, len(requests))
-    if given.plot:
-        _draw(rows, given.plot)
 
 
 def _tier_frames(tier: str | None, size: int) -> int:
@@ -64,8 +57,7 @@ def _frames_in(memory: str, bytes_per_token: int) -> int:
     frames = amount("--memory", memory) // (bytes_per_token * BLOCK_TOKENS)
     if frames < 1:
         raise InvalidRequest(
-            f"{memory} holds no block: {BLOCK_TOKENS} tokens of {bytes_per_token} bytes take "
-            f"{bytes_per_token * BLOCK_TOKENS} bytes; give more memory"
+            f"--memory is {memory}; give the bytes of a block at least, {bytes_per_token * BLOCK_TOKENS}"
         )
     return frames
 
@@ -86,21 +78,3 @@ def _print(rows: list[dict[str, Any]], num_requests: int) -> None:
         of_tier = f"{row['tier_frames']:,}", f"{row['loaded'] / max(1, row['blocks']):.3f}"
         table.add_row(f"{row['num_frames']:,}", row["policy"], *rates, evictions, *of_tier[: len(below)])
     Console(highlight=False).print(table)
-
-
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw hit rate against pool size, one line for each policy."""
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
-        points = [(row["num_frames"], row["hit_rate"]) for row in rows if row["policy"] == policy]
-        width = max(1, 4 - number)  # the first line is the widest, so that equal lines stay visible
-        axes.plot(*zip(*points, strict=True), marker="o", linewidth=width, label=policy)
-    axes.set(xscale="log", xlabel=f"frames of {BLOCK_TOKENS} tokens", ylabel="hit rate", ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidRequest(f"the plot cannot be written to {path}: {reason}; give another file") from None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
-    from pagedkv.cli.prompts import Prompt
     from pagedkv.engine.requests.request import Completion, Request
     from pagedkv.engine.step.engine import Engine
 
@@ -18,41 +17,33 @@ if TYPE_CHECKING:
 FELT: Final = {"queue": "queue", "first_token": "first token", "between_tokens": "next token", "total": "whole output"}
 """name in Times: name in the table."""
 
+LEAST_FOR_SPEED: Final = 32
+"""Tokens of output below which the table has no speed: that of a few tokens is noise."""
+LEAST_FOR_WASTE: Final = 256
+"""Tokens below which it has no waste: a part of one frame says nothing about a pool."""
 
-def size(num_bytes: float) -> str:
-    """Format a number of bytes for a person, in the units that --memory takes."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
+BUNDLED: Final = "the one that ships with pagedkv: it answers about records as on its page, and nothing else"
+
+
+def size(num_bytes: float, base: int = 1024) -> str:
+    """Format bytes for a person, in powers of 1024, as --memory takes them, or of 1000, as data sheets have them."""
+    *units, last = ("bytes", "KiB", "MiB", "GiB", "TiB") if base == 1024 else ("bytes", "kB", "MB", "GB", "TB")
+    for unit in units:
+        if num_bytes < base:
             return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
+        num_bytes /= base
+    return f"{num_bytes:,.4g} {last}"
 
 
-def as_json(request: Request, engine: Engine, prompt: Prompt) -> str:
-    """Format the sample of a request as one line of JSON; several samples as a list under "samples"."""
-    found = [_sample(completion, engine) for completion in request.completions]
-    return json.dumps({**_line_of(prompt), **({"samples": found} if len(found) > 1 else found[0])})
+def of_request(request: Request) -> dict[str, Any]:
+    """Return the keys of the JSON of a request: those of its sample, or a list of several under "samples"."""
+    found = [_sample(completion) for completion in request.completions]
+    return {"samples": found} if len(found) > 1 else found[0]
 
 
-def error_as_json(prompt: Prompt, error: str) -> str:
-    """Format the error of a prompt that has no request as one line of JSON."""
-    return json.dumps({**_line_of(prompt), "error": error})
-
-
-def _line_of(prompt: Prompt) -> dict[str, Any]:
-    """Return the number and the id of the line that a prompt is from; {} if there is no line."""
-    return {"line": prompt.line, "id": prompt.id} if prompt.line else {}
-
-
-def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
-    """Return the fields of one sample.
-
-    frames_peak, waste, sharing and percentiles_ms are figures of the whole run so far: samples share frames. With
-    speculation, acceptance and tokens_per_pass are figures of the whole run, too.
-    """
-    guess, spent, request = engine.speculation, completion.latency, completion.request
+def _sample(completion: Completion) -> dict[str, Any]:
+    spent, request = completion.latency, completion.request
     phases = {"queue": spent.queue_s, "prefill": spent.prefill_s, "decode": spent.decode_s}
-    shares = {} if guess is None else {"acceptance": guess.acceptance, "tokens_per_pass": guess.tokens_per_pass}
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -69,14 +60,22 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         },
         "ttft_ms": _ms(completion.ttft_s),
         "latency_ms": {name: _ms(seconds) for name, seconds in phases.items()},
-        "percentiles_ms": _percentiles(engine),
         "tokens_per_s": round(completion.tokens_per_s, 3),
-        "frames_peak": engine.cache.stats().peak_mapped,
-        "waste": round(engine.meter.waste, 6),
-        "sharing": round(engine.meter.saved, 6),
-        "kernels": engine.cache.kernel.name,
-        **{name: round(share, 6) for name, share in shares.items()},
     }
+
+
+def of_run(engine: Engine) -> dict[str, Any]:
+    """Return the figures of the whole run under "run". They belong to no single sample: samples share frames."""
+    guess = engine.speculation
+    shares = {} if guess is None else {"acceptance": guess.acceptance, "tokens_per_pass": guess.tokens_per_pass}
+    shares = {"waste": engine.meter.waste, "sharing": engine.meter.saved} | shares
+    found = {
+        "percentiles_ms": _percentiles(engine),
+        "frames_peak": engine.cache.stats().peak_mapped,
+        **{name: round(share, 6) for name, share in shares.items()},
+        "kernels": engine.cache.kernel.name,
+    }
+    return {"run": found}
 
 
 def _ms(seconds: float) -> float:
@@ -100,22 +99,27 @@ def _logprobs(completion: Completion) -> list[dict[str, Any]]:
     ]
 
 
-def table(requests: list[Request], engine: Engine) -> Table:
-    """Tabulate time, speed, memory and kernel of a run."""
+def table(requests: list[Request], engine: Engine, *, is_bundled: bool) -> Table:
+    """Tabulate time, speed, memory and kernel of a run. is_bundled: the checkpoint is that of the package"""
     outputs = [completion for request in requests for completion in request.completions]
     stats, spec, frame_bytes = engine.cache.stats(), engine.cache.spec, engine.cache.frame_bytes
     asked, made = sum(len(request.prompt_ids) for request in requests), sum(len(each.token_ids) for each in outputs)
-    lines = {
+    lines: dict[str, Any] = {
         "prompt": f"{asked:,} tokens" + (f" in {len(requests):,} prompts" if len(requests) > 1 else ""),
         "output": f"{made:,} tokens" + (f" in {len(outputs):,} samples" if len(outputs) > len(requests) else ""),
-        **(_latencies(engine) if len(requests) > 1 else {"first token": f"after {_first_token_ms(outputs):,.0f} ms"}),
-        "speed": _speed(requests, outputs),
+        **(
+            _latencies(engine)
+            if len(requests) > 1
+            else {"first token": f"after {median(each.ttft_s for each in outputs) * 1e3:,.0f} ms"}
+        ),
+        **_speed(requests, outputs),
         "frames at peak": f"{stats.peak_mapped:,} of {stats.num_frames:,}, each of {spec.block_size} tokens",
         "bytes at peak": f"{size(stats.peak_mapped * frame_bytes)} of {size(stats.num_frames * frame_bytes)}",
         "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
-        "waste": f"{engine.meter.waste:.1%} of allocated slots held no token",
-        "kernel": f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}",
     }
+    if asked + made >= LEAST_FOR_WASTE:
+        lines["waste"] = f"{engine.meter.waste:.1%} of the slots in frames held no token: last frames are partly empty"
+    lines["kernel"] = f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}"
     if engine.meter.saved >= 0.005:
         lines["sharing"] = f"{engine.meter.saved:.0%} of the sequences' tokens lie in frames of other sequences"
     if (guess := engine.speculation) is not None:
@@ -123,6 +127,8 @@ def table(requests: list[Request], engine: Engine) -> Table:
         lines["speculation"] = f"{accepted}, {guess.tokens_per_pass:.2f} tokens in a pass"
     if engine.scheduler.preemptions:
         lines["preemptions"] = f"{engine.scheduler.preemptions:,}"
+    if is_bundled:
+        lines["model"] = Text(BUNDLED, style="dim")
     return grid(lines)
 
 
@@ -136,10 +142,6 @@ def grid(lines: dict[str, Any]) -> Table:
     return shown
 
 
-def _first_token_ms(outputs: list[Completion]) -> float:
-    return median(completion.ttft_s * 1e3 for completion in outputs)
-
-
 def _latencies(engine: Engine) -> dict[str, str]:
     """Return the percentiles of many prompts, all of which were submitted at once."""
     found = _percentiles(engine)
@@ -149,12 +151,10 @@ def _latencies(engine: Engine) -> dict[str, str]:
     }
 
 
-def _speed(requests: list[Request], outputs: list[Completion]) -> str:
+def _speed(requests: list[Request], outputs: list[Completion]) -> dict[str, str]:
     """Return the tokens per second: for one prompt, those after the first token; for many, over the whole run."""
     last, tokens = max(each.last_token_at for each in outputs), sum(len(each.token_ids) for each in outputs)
-    if len(requests) > 1:
-        return f"{tokens / (last - min(request.submitted_at for request in requests)):,.0f} tokens/s in all"
-    followed, elapsed = tokens - len(outputs), last - min(each.first_token_at for each in outputs)
-    if not followed or elapsed <= 0:
-        return "– (one token has no speed)"
-    return f"{followed / elapsed:,.0f} tokens/s after the first"
+    began, which = min(request.submitted_at for request in requests), "in all"
+    if len(requests) == 1:
+        began, which, tokens = min(each.first_token_at for each in outputs), "after the first", tokens - len(outputs)
+    return {"speed": f"{tokens / (last - began):,.0f} tokens/s {which}"} if tokens >= LEAST_FOR_SPEED else {}

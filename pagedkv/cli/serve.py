@@ -12,19 +12,18 @@ from pagedkv.cli.options import Loading, Serving, amount
 from pagedkv.engine.serve.keys import ApiKeys
 from pagedkv.errors import ConcurrentUse, InvalidRequest
 
-NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
-"""Packages of the extra."""
-NEEDED_BY_EVENTS: Final = ("zmq", "msgspec")
+SAME: Final = ("key_share", "shared_priorities", "max_waiting", "max_prompt", "max_connections")
+"""Options that have the same name in Listening."""
 EVENTS: Final = 1 << 16
 """KV events that are kept until they are published."""
 
 
 def run(serving: Serving, loading: Loading) -> int:
     """Serve until a signal. Returns: the status of the process. Raises: PagedKVError before the server listens"""
-    _require("`pagedkv serve`", NEEDED, "serve")
+    _require("`pagedkv serve`", "serve", "fastapi", "uvicorn", "prometheus_client")
     if serving.kv_events is not None:
-        _require("--kv-events", NEEDED_BY_EVENTS, "events")
-    keys, folder = _keys_of(serving), loading.folder()
+        _require("--kv-events", "events", "zmq", "msgspec")
+    keys = _keys_of(serving)
     loading.check()
     sock = _bound(serving.host, serving.port)
     from pagedkv.cli.compiling import announced  # numba
@@ -39,15 +38,11 @@ def run(serving: Serving, loading: Loading) -> int:
             more["events"] = EVENTS
         engine = load(loading, screen, **more)
         listening = process.Listening(
-            name=serving.name or process.name_of(loading.model, folder),
+            name=serving.name or process.name_of(loading.model, loading.folder()),
             keys=keys,
-            key_share=serving.key_share,
-            shared_priorities=serving.shared_priorities,
             hosts=tuple(serving.allowed_host or ()),
-            max_waiting=serving.max_waiting,
-            max_prompt=serving.max_prompt,
             max_body=amount("--max-body", serving.max_body),
-            max_connections=serving.max_connections,
+            **{name: getattr(serving, name) for name in SAME},
             drain_s=serving.drain,
             step_s=serving.step_timeout,
             events=serving.kv_events,
@@ -61,7 +56,7 @@ def run(serving: Serving, loading: Loading) -> int:
                 engine.close()
 
 
-def _require(needs: str, packages: tuple[str, ...], extra: str) -> None:
+def _require(needs: str, extra: str, *packages: str) -> None:
     """Raise InvalidRequest if a package of an extra is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise InvalidRequest(f"{needs} needs {missing[0]}; install it with: pip install 'pagedkv[{extra}]'")

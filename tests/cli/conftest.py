@@ -33,6 +33,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     real = os.fstat
     monkeypatch.setattr(os, "fstat", lambda fd: real(fd) if fd else os.stat(os.devnull))
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
     def run(*argv: object) -> Outcome:
         capsys.readouterr()

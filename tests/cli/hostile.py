@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -61,16 +60,6 @@ def hole(file: str) -> Edit:
     return replace(file, lambda path: (path.write_bytes(b"{"), os.truncate(path, 2**40)))
 
 
-def listener(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # the name of a socket is short
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 def header(*, length: int | None = None, size: int = 0, **tensors: Any) -> Edit:
     """Return an edit that writes a safetensors file with these entries, and a body of `size` zeros."""
 
@@ -104,25 +93,6 @@ def poisoned(folder: Path) -> None:
     path.write_bytes(data[:begin] + b"\xff\x7f" * ((len(data) - begin) // 2))
 
 
-def sparse(folder: Path) -> None:
-    """Make a checkpoint of 2 TiB that takes no space: the embedding is as large as config.json says."""
-    rows = 2**31 - 1
-    size = rows * 512 * 2
-    names = {"model.embed_tokens.weight": tensor([rows, 512], 0, size)}
-    layers = "self_attn.q_proj:512:512 self_attn.k_proj:256:512 self_attn.v_proj:256:512 self_attn.o_proj:512:512"
-    layers += " mlp.gate_proj:128:512 mlp.up_proj:128:512 mlp.down_proj:512:128 input_layernorm:512"
-    layers += " post_attention_layernorm:512"
-    for number in range(4):
-        for part in layers.split():
-            name, *shape = part.split(":")
-            end = size + 2 * int(shape[0]) * int(shape[-1] if shape[1:] else 1)
-            names[f"model.layers.{number}.{name}.weight"] = tensor([*map(int, shape)], size, end)
-            size = end
-    names["model.norm.weight"] = tensor([512], size, size + 1024)
-    header(size=size + 1024, **names)(folder)
-    config(vocab_size=rows, tie_word_embeddings=True)(folder)
-
-
 NESTED = "[" * 100_000
 UNK = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
 NO_SUCH_TOKEN = {
@@ -138,68 +108,41 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     # the files themselves
     "config is a pipe": (pipe("config.json"), "config.json cannot be read: it is a pipe"),
     "config is a device": (device("config.json"), "it is a device, not a regular file"),
-    "config is a socket": (replace("config.json", listener), "it is a socket, not a regular file"),
     "config is a folder": (replace("config.json", Path.mkdir), "it is a folder, not a regular file"),
     "config is huge": (hole("config.json"), "it has 1,099,511,627,776 bytes, at most"),
     "config links to itself": (
         replace("config.json", lambda path: path.symlink_to(path)),
         "config.json cannot be read: Too many levels",
     ),
-    "config links nowhere": (replace("config.json", lambda path: path.symlink_to("no")), "has no config.json, only"),
-    "config is empty": (write("config.json", ""), "cannot be read as JSON"),
     "config is not UTF-8": (write("config.json", b'{"a": "\xff"}'), "cannot be read as UTF-8"),
-    "config is UTF-16": (write("config.json", "{}".encode("utf-16")), "cannot be read as UTF-8"),
-    "config has zeros": (write("config.json", b"\0" * 100), "cannot be read as JSON"),
     "config is a list": (write("config.json", "[]"), "holds a list"),
     "config is nested": (write("config.json", NESTED), "nested too deeply"),
-    "config is nested in a field": (write("config.json", '{"a":' * 9999 + "1" + "}" * 9999), "nested too deeply"),
     "config has half a pair": (config(model_type="\ud800"), "half of a surrogate pair"),
-    "config has a long integer": (write("config.json", '{"a": ' + "9" * 5000 + "}"), "cannot be read as JSON"),
     "tokenizer is a pipe": (pipe("tokenizer.json"), "tokenizer.json cannot be read: it is a pipe"),
-    "tokenizer is a device": (device("tokenizer.json"), "it is a device"),
     "tokenizer is huge": (hole("tokenizer.json"), "at most 134,217,728 are read"),
-    "tokenizer config is a pipe": (pipe("tokenizer_config.json"), "tokenizer_config.json cannot be read"),
     "tokenizer config is nested": (write("tokenizer_config.json", NESTED), "nested too deeply"),
-    "generation config is a pipe": (pipe("generation_config.json"), "generation_config.json cannot be read"),
-    "generation config is a list": (write("generation_config.json", "[1]"), "holds a list"),
     "template is a pipe": (pipe("chat_template.jinja"), "chat_template.jinja cannot be read: it is a pipe"),
-    "template is not UTF-8": (write("chat_template.jinja", b"\xff"), "chat_template.jinja cannot be read as UTF-8"),
     "template is huge": (hole("chat_template.jinja"), "at most 16,777,216 are read"),
     "weights are a pipe": (pipe("model.safetensors"), f"{NOT_WHOLE} (it is a pipe"),
-    "weights are a device": (device("model.safetensors"), f"{NOT_WHOLE} (it is a device"),
-    "weights are a folder": (replace("model.safetensors", Path.mkdir), f"{NOT_WHOLE} (it is a folder"),
     # sizes and other fields of config.json
     "layers": (
         config(num_hidden_layers=HUGE),
         "num_hidden_layers is 1000000000; it must be an integer from 1 to 4,096",
     ),
-    "layers of another model": (config(num_hidden_layers=4096), NOT_ONE_MODEL),
     "fewer layers": (config(num_hidden_layers=3), "tensors that config.json does not account for"),
     "vocabulary": (config(vocab_size=10**12), "vocab_size is 1000000000000; it must be an integer from 1 to"),
-    "vocabulary of another model": (config(vocab_size=2**31 - 1), NOT_ONE_MODEL),
     "head_dim": (config(head_dim=HUGE), NOT_ONE_MODEL),
-    "heads": (config(num_attention_heads=HUGE), NOT_ONE_MODEL),
-    "all sizes": (config(hidden_size=2**31 - 1, intermediate_size=2**31 - 1, vocab_size=2**31 - 1), NOT_ONE_MODEL),
-    "MLP": (config(intermediate_size=2**31 - 1), NOT_ONE_MODEL),
     "context": (config(max_position_embeddings=2**63), "max_position_embeddings is"),
     "a long size": (config(hidden_size=10**4000), "hidden_size is 1000"),
     "a size that is true": (config(num_hidden_layers=True), "num_hidden_layers is True"),
-    "a size that is a fraction": (config(hidden_size=512.0), "hidden_size is 512.0"),
     "a size that is no number": (config(hidden_size=float("nan")), "hidden_size is nan"),
-    "a size that is infinite": (config(vocab_size=float("inf")), "vocab_size is inf"),
-    "a size that is a list": (config(vocab_size=[660]), "vocab_size is [660]"),
     "eps is infinite": (config(rms_norm_eps=float("inf")), "rms_norm_eps is inf"),
-    "eps is a long integer": (config(rms_norm_eps=10**400), "rms_norm_eps is 1000"),
-    "type is a list": (config(model_type=[]), "model_type is []"),
     "type is a long text": (config(model_type="a" * 10**6), "model_type is 'aaa"),
     "text part is a list": (config(model_type="gemma3", text_config=[]), "model_type is 'gemma3'"),
-    "dtype is a list": (config(dtype=[]), "dtype is []"),
     "layer types are lists": (config(model_type="qwen3", layer_types=[[]] * 4), "layer_types is [[], []"),
     "theta is 1": (rope(rope_type="yarn", factor=2, rope_theta=1), "rope_theta is 1"),
-    "theta is tiny": (rope(rope_theta=1e-300), "rope_theta is 1e-300"),
     "rope has a type": (rope(model_type=[], rope_type=[]), "rope_type is []"),
     "rope is half an object": (rope(full_attention=5, sliding_attention={}), "the rope of full_attention is 5"),
-    "factor is tiny": (rope(rope_type="linear", factor=1e-310), "factor is 1e-310"),
     "beta is tiny": (rope(rope_type="yarn", factor=2, beta_fast=5e-324), "beta_fast is 5e-324"),
     "frequencies are equal": (
         rope(rope_type="llama3", factor=2, low_freq_factor=1, high_freq_factor=1),
@@ -207,32 +150,16 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     ),
     # shards and their index
     "length of the header": (header(length=2**63), NOT_WHOLE),
-    "length of the header is negative": (header(length=2**64 - 1), NOT_WHOLE),
     "header is nested": (write("model.safetensors", struct.pack("<Q", 99_999) + b'{"a":' + b"[" * 99_994), NOT_WHOLE),
-    "header is not UTF-8": (write("model.safetensors", struct.pack("<Q", 4) + b"\xff" * 4), NOT_WHOLE),
     "tensors overlap": (header(size=8, a=tensor([2], 0, 4), b=tensor([2], 2, 6)), NOT_WHOLE),
-    "tensor beyond the end": (header(a=tensor([2], 0, 4)), NOT_WHOLE),
     "shape overflows": (header(a=tensor([2**62, 2**62], 0, 4), size=4), NOT_WHOLE),
-    "offsets go back": (header(a=tensor([2], 4, 0), size=4), NOT_WHOLE),
-    "no tensor": (header(), "has no tensor model.embed_tokens.weight"),
-    "weights of 2 TiB": (sparse, "model.safetensors cannot be mapped into memory"),
-    "index leads up": (index("../other/model.safetensors"), "a shard must be a file of the same folder"),
-    "index leads to the root": (index("/etc/passwd"), "names the file '/etc/passwd'"),
-    "index leads down": (index("below/model.safetensors"), "names the file 'below/model"),
     "index names the folder": (index("."), "names the file '.'"),
-    "index names the folder above": (index(".."), "names the file '..'"),
     "index names nothing": (index(""), "names the file ''"),
-    "index has a zero": (index("a\0b"), "names the file 'a\\x00b'"),
-    "index has a long name": (index("a" * 300), "names the file 'aaa"),
     "index has half a pair": (index("\ud800"), "half of a surrogate pair"),
     "index names a config": (index("config.json"), NOT_WHOLE),
-    "index names what is absent": (index("model-7.safetensors"), "has no model-7.safetensors, which its"),
-    "index has numbers": (index(7), "has no weight_map"),
     "index is nested": (write("model.safetensors.index.json", NESTED), "nested too deeply"),
-    "index is a pipe": (pipe("model.safetensors.index.json"), "index.json cannot be read: it is a pipe"),
     # the tokenizer
     "tokenizer is nested": (write("tokenizer.json", NESTED), "cannot be read as a tokenizer"),
-    "tokenizer is not UTF-8": (write("tokenizer.json", b"\xff"), "cannot be read as a tokenizer"),
     "tokenizer has no unknown token": (tokenizer(model=UNK), "cannot encode the text"),
     "tokenizer has bad regex": (
         tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Removed", "invert": False}),
@@ -252,7 +179,6 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     ),
     "a special token is half a pair": (edit("tokenizer_config.json", bos_token="\ud800"), "half of a surrogate pair"),
     "the end is true": (edit("generation_config.json", eos_token_id=True), "eos_token_id is True"),
-    "the end is a text": (edit("generation_config.json", eos_token_id=["</s>"]), "eos_token_id is ['</s>']"),
     # values
     "weights are NaN": (poisoned, "the prompt: the logits hold NaN"),
 }
@@ -263,26 +189,17 @@ LOOPS = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endf
 TEMPLATES: dict[str, tuple[Any, str]] = {
     "division": ("{{ 1/0 }}", f"{REFUSES}ZeroDivisionError: division by zero"),
     "encoding": ("{{ 'x'.encode('zzz') }}", f"{REFUSES}LookupError"),
-    "range": ("{% for i in range(10**8) %}{% endfor %}", f"{REFUSES}OverflowError"),
-    "character": ("{{ '%c' % 1114112 }}", "OverflowError"),
     "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", f"{INVALID}it calls itself without end"),
-    "recursive loop": ("{% for m in messages recursive %}{{ loop([m]) }}{% endfor %}", "calls itself without end"),
     "long text": ("{{ 'a' * 2**25 }}", "chat template gives a text of more than 16,777,216 characters"),
     "endless text": ("{% for a in range(9**5) %}{{ 'a' * 2**20 }}{% endfor %}", "more than 16,777,216 characters"),
-    "braces": ("{" * 10**5, "it is nested too deeply"),
-    "nested blocks": ("{% if 1 %}" * 5000, "it is nested too deeply"),
     "signs": ("{{ " + "-" * 10**5 + "1 }}", "it is nested too deeply"),
     "syntax": ("{% if %}", f"{INVALID}Expected an expression"),
-    "unknown tag": ("{% exec 'ls' %}", f"{INVALID}Encountered unknown tag 'exec'"),
-    "include": ("{% include '/etc/passwd' %}", REFUSES),
-    "import": ("{% import 'os' as os %}", REFUSES),
     "private attribute": ("{{ ''.__class__.__mro__ }}", f"{REFUSES}access to attribute '__class__'"),
     "refusal in lines": ("{{ raise_exception('a\\nb\\x1b[2Jc') }}", f"{REFUSES}a b\\x1b[2Jc"),
     "undefined": ("{{ no.such.name }}", f"{REFUSES}'no' is undefined"),
     "half a pair": ("{{ '\\ud800' }}", "half of a surrogate pair"),
     "empty": ("", "the prompt is empty"),
     "no template": (None, "has no chat template"),
-    "number": (7, "has no chat template"),
     "names are lists": ([{"name": [], "template": "a"}, 5], "has no chat template"),
 }
 
@@ -290,16 +207,10 @@ PROMPTS: dict[str, tuple[bytes, str]] = {
     "not UTF-8": (b'{"prompt": "\xff"}', "is not UTF-8 text"),
     "nested": (b'{"prompt": ' + b"[" * 10**5, "line 1 is not JSON"),
     "a long integer": (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "line 1 is not JSON"),
-    "a large integer": (b'{"prompt": "a", "max_tokens": 1' + b"0" * 400 + b"}", "line 1"),
     "a large number": (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", "temperature is 1000"),
-    "infinite": (b'{"prompt": "a", "temperature": Infinity}', "temperature is inf"),
-    "NaN": (b'{"prompt": "a", "top_p": NaN}', "top_p is nan"),
     "half a pair": (b'{"prompt": "\\ud800"}', "is not Unicode text"),
     "stop ids are lists": (b'{"prompt": "a", "stop_ids": [[1]]}', "stop_ids is"),
     "a flag that is a text": (b'{"prompt": "a", "ignore_eos": "no"}', "ignore_eos is 'no'"),
     "an option that is null": (b'{"prompt": "a", "max_tokens": null}', "max_tokens is None"),
-    "NaN alone": (b"NaN", 'is not an object with either a text under "prompt" or a list under "messages"'),
-    "messages are nested": (b'{"messages": ' + b"[" * 10**5, "line 1 is not JSON"),
     "a role is a list": (b'{"messages": [{"role": []}]}', 'messages are objects with a "role"'),
-    "only a zero": (b"\0", "line 1 is not JSON"),
 }

@@ -69,40 +69,16 @@ def test_a_hostile_prompt_file_is_one_line_and_status_2(name, tmp_path, command)
     assert_is_one_line(outcome.status, outcome.err, words)
 
 
-def test_a_prompt_file_without_an_end_is_refused(command):
-    outcome = command("generate", "--prompt-file", "/dev/zero")
-    assert_is_one_line(outcome.status, outcome.err, "/dev/zero has more than 268,435,456 bytes")
+SLOW = ["config is nested", "layers", "index names nothing"]
 
 
-def test_files_that_are_links_are_read(checkpoint, tmp_path, command):
-    """The cache of huggingface_hub is a folder of links to files elsewhere."""
-    (tmp_path / "links").mkdir()
-    for number, path in enumerate(sorted(checkpoint.iterdir())):
-        blob = path.rename(tmp_path / f"blob{number}")
-        (tmp_path / "links" / path.name).symlink_to(f"../{blob.name}")
-    status, out, err = command("generate", "--model", tmp_path / "links")
-    assert (status, out) == (0, "Mira keeps a red lamp in the cellar.\n"), err
-
-
-SAMPLE = ["config is a pipe", "weights are NaN", "long text"]
-SLOW = ["config is nested", "layers", "index leads up", "weights of 2 TiB", "macro"]
-
-
-@pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", ["config is a pipe", "weights are NaN", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_the_command_itself_refuses_in_one_line(name, checkpoint):
-    if name in hostile.TEMPLATES:
-        template, words = hostile.TEMPLATES[name]
-        hostile.edit("tokenizer_config.json", chat_template=template)(checkpoint)
-    else:
-        edit, words = hostile.CHECKPOINTS[name]
-        edit(checkpoint)
-    command = [sys.executable, "-m", "pagedkv", "generate", "--model", str(checkpoint), *OPTIONS]
+    edit, words = hostile.CHECKPOINTS[name]
+    edit(checkpoint)
     signal.setitimer(signal.ITIMER_REAL, 0)  # the import of torch has no limit here
-    run = subprocess.run(
-        [*command, "--chat"] if name in hostile.TEMPLATES else command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "pagedkv", "generate", "--model", str(checkpoint), *OPTIONS]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert_is_one_line(run.returncode, run.stderr, words)

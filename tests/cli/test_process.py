@@ -36,14 +36,14 @@ def shell(line: str, **options: object) -> subprocess.CompletedProcess[str]:
 def test_the_demo_is_answered_and_a_shell_that_ignores_ctrl_c_for_its_jobs_is_obeyed():
     run = shell("trap '' INT; $P generate </dev/null & job=$!; sleep 0.3; kill -INT $job; wait $job")
     assert (run.returncode, run.stdout) == (0, DEMO_ANSWER + "\n")
-    assert "tokens/s" in run.stderr
+    assert "first token" in run.stderr
 
 
 @pytest.mark.parametrize("options", ["--json", pytest.param("--json -", marks=pytest.mark.slow)])
 def test_a_pipe_is_read_and_an_empty_one_refused(options):
     piped = shell(f"$P generate {options}", input=f"{ASKED}\n")
     assert json.loads(piped.stdout)["text"] == "Otto lives in Ghent."
-    for dash in ("-", "--prompt -", "--prompt-file -"):
+    for dash in ("-", "--prompt-file -"):
         empty = shell(f"$P generate {dash}", input="\n")
         assert (empty.returncode, empty.stdout, empty.stderr) == (2, "", EMPTY)
 
@@ -90,20 +90,6 @@ def test_an_ascii_terminal_gets_replacements(tmp_path):
     assert shell(f"{locale} $P generate --prompt-file {tmp_path}/prompt.txt").returncode == 0
     run = shell(f"{locale} $P generate --model {tmp_path}/Zoë")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-
-
-def test_a_stopped_reader_of_a_non_blocking_pipe_is_one_line():
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    try:
-        while True:
-            os.write(writer, b"x" * 65536)
-    except BlockingIOError:
-        pass
-    run = subprocess.run([*PAGEDKV, "--help"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(reader), os.close(writer)
-    words = "pagedkv: cannot write to stdout: Resource temporarily unavailable\n"
-    assert (run.returncode, run.stderr) == (1, words)
 
 
 # --- Ctrl-C; test_conversation.py has it at a terminal ---
@@ -159,7 +145,8 @@ def test_ctrl_c_at_the_end_is_status_130_or_the_status_of_the_command():
 
 DROPS_AN_INTERRUPT = """
 import ctypes, os, signal, time
-from pagedkv.cli.bench.commands import unwind_at_interrupt
+from pagedkv.cli.bench.run import unwind_at_interrupt
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 unwind_at_interrupt()
 callback = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
@@ -174,26 +161,3 @@ def test_ctrl_c_that_a_callback_of_c_code_drops_is_raised_again():
     """numba compiles with such callbacks. ctypes prints what they raise, and goes on."""
     run = subprocess.run([sys.executable, "-c", DROPS_AN_INTERRUPT], capture_output=True, text=True, timeout=25)
     assert (run.stdout, run.stderr) == ("unwound\n", "")
-
-
-@pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_ctrl_c_in_an_import_that_c_code_began_ends_at_once(name):
-    """Code in C++ drops what an import of numpy raises, and then uses half of it."""
-    drops = f"""
-import os, signal, sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from pagedkv.cli.bench.commands import unwind_at_interrupt
-unwind_at_interrupt()
-sys.modules[{name!r}] = ModuleType({name!r})
-sys.modules[{name!r}].__spec__ = ModuleSpec({name!r}, None)
-for sys.modules[{name!r}].__spec__._initializing in (False, True):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-    except KeyboardInterrupt:
-        print("unwound", flush=True)
-        unwind_at_interrupt()
-print("went on")
-"""
-    run = subprocess.run([sys.executable, "-c", drops], capture_output=True, text=True, timeout=25)
-    assert (run.returncode, run.stdout, run.stderr) == (130, "unwound\n", "")

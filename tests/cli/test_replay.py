@@ -45,20 +45,6 @@ def test_the_table_names_every_policy(command, trace):
         assert name in out
 
 
-def test_a_plot_is_drawn_if_matplotlib_is_there(command, trace, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "rates.svg"
-    assert command("replay", trace, "--plot", picture).status == 0
-    assert picture.read_text().count("<svg") == 1
-
-
-def test_a_plot_that_cannot_be_written_is_refused(command, trace, tmp_path):
-    pytest.importorskip("matplotlib")
-    none = tmp_path / "none" / "plot.png"
-    words = f"the plot cannot be written to {none}: No such file or directory; give another file"
-    assert f"pagedkv: error: {words}\n" in command("replay", trace, "--plot", none).err
-
-
 def test_a_tier_is_a_number_of_frames_or_a_multiple_of_the_pool(command, trace):
     for tier in ("6", "3x"):
         (row,) = json.loads(command("replay", trace, "--json", "--num-frames", 2, "--tier", tier).out)

@@ -33,10 +33,6 @@ def test_help_loads_no_torch():
     assert not {"torch", "numba", "numpy"} & set(run.stdout.splitlines()[-1].split())
 
 
-def test_the_project_names_the_entry_point():
-    assert 'pagedkv = "pagedkv.__main__:main"' in (ROOT / "pyproject.toml").read_text()
-
-
 def test_without_a_command_help_is_printed(command):
     assert "generate" in command().out
     assert command("--version") == (0, f"pagedkv {__version__}\n", "")

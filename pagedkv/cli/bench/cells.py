@@ -12,9 +12,8 @@ import torch
 from pagedkv.bench.attention.cells import BASE, Cell, full, quick
 from pagedkv.errors import InvalidRequest
 
-KINDS: Final = ("decode", "prefill", "write", "call")
 PROMPT: Final = {"new": 2048, "context": 2048, "batch": 1}
-SIZES: Final[dict[str, dict[str, int]]] = {"decode": {}, "call": {"batch": 1}, "prefill": PROMPT, "write": PROMPT}
+SIZES: Final[dict[str, dict[str, int]]] = {"decode": {}, "prefill": PROMPT, "write": PROMPT, "call": {"batch": 1}}
 """The size of a cell of a kind, where no axis says another."""
 
 
@@ -25,8 +24,8 @@ def chosen(
 
     Raises: InvalidRequest for an impossible shape or an unknown kind
     """
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise InvalidRequest(f"--kind {unknown[0]}: there is no such kind; there are {', '.join(KINDS)}")
+    if unknown := [kind for kind in kinds if kind not in SIZES]:
+        raise InvalidRequest(f"--kind {unknown[0]}: there is no such kind; there are {', '.join(SIZES)}")
     threads = threads or range(1, min(2, torch.get_num_threads()) + 1)
     given = {name: values for name, values in axes.items() if values}
     if not given:

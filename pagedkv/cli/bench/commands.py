@@ -1,16 +1,11 @@
 """The commands `pagedkv bench ...` and their options, by subject. --help is quick: commands import their modules late.
 
-Ctrl-C unwinds a benchmark, so that its peers end and its temporary files go; a second Ctrl-C ends the process at once.
-Rows that were complete are kept. The exit status tells whether the run could be made, not whether it was fast;
-`compare` alone returns 1, for a ratio that fell.
+The exit status tells whether the run could be made, not whether it was fast; `compare` alone returns 1, for a ratio
+that fell.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +13,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from pagedkv.cli.options import Texts, command, option
+from pagedkv.cli.options import Group, Numbers, Texts, command, option
 from pagedkv.errors import InvalidRequest
 
-AGAIN: Final = 0.05
-"""Seconds until a dropped interrupt is raised again."""
-
-Numbers = list[int] | None
 Paths = list[Path] | None
 
 
@@ -33,43 +24,42 @@ def _several(metavar: str, words: str, *names: str, **limits: Any) -> Any:
     return option(metavar, f"{words}; again for more.", *names, panel="Cells", **limits)
 
 
-@dataclass(frozen=True)
-class _Printing:
-    """The form of what is printed."""
-
-    as_json: Annotated[bool, option("", "Print a list of objects, no more.", "--json")] = False
+_JSON: Final = option("", "Print a list of objects, no more.", "--json")
 
 
 @dataclass(frozen=True)
-class _Recording(_Printing):
+class _Recording:
     """The file of the rows."""
 
     record: Annotated[Path | None, option("FILE", "Append the rows there, not to bench/results of a checkout.")] = None
 
-
-@dataclass(frozen=True)
-class _Showing(_Recording):
-    """The output of a run."""
-
-    plot: Annotated[Path | None, option("FILE", "Draw the rows of this run: FILE.svg or FILE.png.")] = None
-
-    def shown(self) -> Any:
-        """Return the output, checked."""
-        from pagedkv.cli.bench.run import Shown
-
-        return Shown(self.as_json, self.record, self.plot)
+    def __post_init__(self) -> None:
+        _require_folder("--record", self.record)
 
 
 @dataclass(frozen=True)
-class _Size:
-    """The size of a run."""
+class Shown(_Recording):
+    """The size of a run, and its output."""
 
+    as_json: Annotated[bool, _JSON] = False
     quick: Annotated[bool, option("", "The cases that show most, in a few minutes.", "--quick")] = False
+    plot: Annotated[Path | None, option("FILE", "Draw the rows of this run as FILE.svg.")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_folder("--plot", self.plot)
+        if self.plot and self.plot.suffix != ".svg":
+            raise InvalidRequest(f"--plot is {self.plot}; charts are SVG: give a name that ends in .svg")
+
+
+def _require_folder(name: str, path: Path | None) -> None:
+    if path and not path.parent.is_dir():
+        raise InvalidRequest(f"{name} is {path}, and there is no folder {path.parent}; name another file")
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """The axes of a grid of cells; without one, the grid is that of the benchmark."""
+    """The axes of a grid of cells; without one, the grid is that of the benchmark. Then threads and kernels."""
 
     dtype: Annotated[Texts, _several("NAME", "float32, bfloat16, float16")] = None
     kv: Annotated[Texts, _several("NAME", "fp8_e4m3, fp8_e5m2, int8, int4")] = None
@@ -78,21 +68,15 @@ class _Axes:
     block_size: Annotated[Numbers, _several("N", "Tokens in a frame", min=1)] = None
     context: Annotated[Numbers, _several("N", "Tokens of a sequence", min=1)] = None
     batch: Annotated[Numbers, _several("N", "Sequences", min=1)] = None
+    threads: Annotated[Numbers, _several("N", "Default: 1, and 2 where there are", min=1, max=1024)] = None
+    kernels: Annotated[Texts, option("NAME", "Our kernels to compare; by default all that run there.")] = None
 
     def given(self) -> dict[str, list[Any]]:
-        """Return the values of each axis. Raises: InvalidRequest"""
+        """Return the values of each axis that has some. Raises: InvalidRequest"""
         allowed = "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"
         if unknown := [value for value in self.kv or () if value not in allowed]:
             raise InvalidRequest(f"--kv is {unknown[0]!r}; give one of {', '.join(allowed)}")
-        return {name: values or [] for name, values in vars(self).items()}
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """The threads and the kernels."""
-
-    threads: Annotated[Numbers, _several("N", "Default: 1, and 2 where there are", min=1, max=1024)] = None
-    kernels: Annotated[Texts, option("NAME", "Our kernels to compare; by default all that run there.")] = None
+        return {name: values for name, values in vars(self).items() if values and name not in ("threads", "kernels")}
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,6 @@ class _Every(_Recording):
     """All benchmarks."""
 
     full: Annotated[bool, option("", "Everything, two hours; or the cases that show most.", "--full/--quick")] = False
-    only: Annotated[Texts, option("NAME", "This benchmark; again for more.")] = None
 
 
 @dataclass(frozen=True)
@@ -132,11 +115,10 @@ class _Managing:
 class _Attending:
     """Cells of attention, and how often they are measured."""
 
-    full: Annotated[bool, option("", "The whole grid, half an hour; or two minutes.", "--full/--quick")] = False
+    full: Annotated[bool, option("", "The whole grid, half an hour; else two minutes.", "--full")] = False
     kind: Annotated[Texts, _several("KIND", "Only decode, prefill, write or call")] = None
     repetitions: Annotated[int, option("N", "Repetitions of each variant; variants take turns.", min=1)] = 15
     vllm_python: Annotated[Path | None, option("PATH", "The Python of an environment with vLLM.")] = None
-    device: Annotated[str, option("NAME", "cpu; or cuda, with its own cells.")] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -170,16 +152,17 @@ class _Tiering:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Comparing(_Printing):
+class _Comparing:
     """Two files of rows."""
 
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="A file of rows, as bench/results has them.")]
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")]
     relative: Annotated[bool, option("", "By ratios to bounds and peers of their own run.", "--relative")] = False
     tolerance: Annotated[float, option("X", "Below 1 - X, a ratio has fallen.", min=0, max=1)] = 0.05
+    as_json: Annotated[bool, _JSON] = False
 
 
-benchmarks: Final = typer.Typer(add_completion=False)
+benchmarks: Final = typer.Typer(cls=Group, add_completion=False)
 
 
 @benchmarks.callback(invoke_without_command=True)
@@ -187,39 +170,6 @@ def _bench(context: typer.Context) -> None:
     """Microbenchmarks of this machine. Compared variants take turns within one run."""
     if context.invoked_subcommand is None:
         print(context.get_help())
-    elif signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN):
-        unwind_at_interrupt()
-
-
-def unwind_at_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, and raise it again if C code that calls Python, as numba's, drops it."""
-    signal.signal(signal.SIGINT, _unwind)
-    sys.unraisablehook = _interrupt_again
-
-
-def _unwind(*_: Any) -> None:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    if any(map(_is_half_imported, ("numpy", "torch"))):
-        os._exit(130)
-    raise KeyboardInterrupt
-
-
-def _is_half_imported(name: str) -> bool:
-    """Return whether an import of a package is under way. A benchmark has begun nothing by then that must be unwound.
-
-    C++ code of torch imports numpy, drops what that raises, and goes on with half of it; or it ends the process.
-    """
-    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
-
-
-def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
-    if not isinstance(dropped.exc_value, KeyboardInterrupt):
-        sys.__unraisablehook__(dropped)
-        return
-    signal.signal(signal.SIGINT, _unwind)
-    again = threading.Timer(AGAIN, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
-    again.daemon = True
-    again.start()
 
 
 def _command(example: str) -> Any:
@@ -227,116 +177,104 @@ def _command(example: str) -> Any:
     return command(benchmarks, f"pagedkv bench {example}", example.split()[0])
 
 
-@_command("all --only manager --only attention")
+@_command("all --record rows.jsonl")
 def _bench_all(asked: _Every) -> int:
     """Every benchmark that can run here, one after the other."""
     from pagedkv.cli.bench.run import every
 
-    return every(asked.only or [], is_quick=not asked.full, as_json=asked.as_json, keep=asked.record)
+    return every(is_quick=not asked.full, keep=asked.record)
 
 
 @_command("manager --peers-python ~/vllm/bin/python")
-def _bench_manager(asked: _Managing, size: _Size, showing: _Showing) -> None:
+def _bench_manager(asked: _Managing, shown: Shown) -> None:
     """Cost of the memory manager, and of vLLM's, SGLang's and nano-vllm's if installed. A slow result is no error."""
     from pagedkv.bench.manager import runner, scaling  # numba
     from pagedkv.cli.bench.run import run
 
-    rounds, shown = asked.rounds or (5 if size.quick else 50), showing.shown()
+    rounds = asked.rounds or (5 if shown.quick else 50)
     pythons, cases = [str(path) for path in asked.peers_python or []], runner.chosen(asked.case or [])
     rows = scaling.measure if asked.scaling else partial(runner.measure, pythons=pythons, cases=cases)
     run("manager", lambda report: rows(rounds, report), shown)
 
 
 @_command("generate --quick --plot steps.svg")
-def _bench_generate(asked: _Hosting, engines: _Engines, size: _Size, showing: _Showing) -> None:
+def _bench_generate(asked: _Hosting, engines: _Engines, shown: Shown) -> None:
     """Steps of the reference engine against the speed of memory, other engines beside it. Minutes, 12 GiB."""
     from pagedkv.cli.bench.run import host
 
     more: dict[str, Any] = {"pythons": [str(path) for path in engines.peers_python or []]}
-    if size.quick:
+    if shown.quick:
         from pagedkv.bench.generate.models import quick_config
 
         more["config"] = quick_config()
-    host("generate", asked.turns, asked.shape or [], showing.shown(), is_quick=size.quick, **more)
+    host("generate", asked.turns, asked.shape or [], shown, **more)
 
 
 @_command("transformers --shape 1x2048")
-def _bench_transformers(asked: _Hosting, size: _Size, showing: _Showing) -> None:
+def _bench_transformers(asked: _Hosting, shown: Shown) -> None:
     """model.generate of transformers with its caches and with pages. Minutes, 6 GiB without --quick."""
     from pagedkv.cli.bench.run import host
 
-    host("transformers", asked.turns, asked.shape or [], showing.shown(), is_quick=size.quick)
+    host("transformers", asked.turns, asked.shape or [], shown)
 
 
 @_command("vllm --turns 3")
-def _bench_vllm(asked: _Hosting, size: _Size, showing: _Showing) -> None:
+def _bench_vllm(asked: _Hosting, shown: Shown) -> None:
     """A decode step and a prefill of vLLM on a CPU, with its parts and with ours. Minutes, 6 GiB."""
     from pagedkv.cli.bench.run import host
 
-    host("vllm", asked.turns, asked.shape or [], showing.shown(), is_quick=size.quick)
+    host("vllm", asked.turns, asked.shape or [], shown)
 
 
 @_command("attention --context 4096 --kv int8 --threads 1")
-def _bench_attention(asked: _Attending, axes: _Axes, machine: _Machine, showing: _Showing) -> None:
-    """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
-    if asked.device not in ("cpu", "cuda"):
-        raise InvalidRequest(f"--device is {asked.device!r}; give cpu or cuda")
-    if asked.device == "cuda":
-        cpu_only: dict[str, object] = {**vars(axes), "kind": asked.kind, "threads": machine.threads}
-        cpu_only |= {"vllm_python": asked.vllm_python, "plot": showing.plot}
-        if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
-            raise InvalidRequest(f"--device cuda has its own cells; leave out {', '.join(given)}")
-        from pagedkv.bench.gpu import attention
-
-        names = machine.kernels or ["triton", "cuda"]
-        attention.run(names, asked.repetitions, quick=not asked.full, out=showing.record, as_json=showing.as_json)
-        return
+def _bench_attention(asked: _Attending, axes: _Axes, shown: Shown) -> None:
+    """Our kernels, torch SDPA and vLLM against the speed of memory. A given axis makes another grid. CPU only."""
     from pagedkv.bench.attention import runner  # torch
     from pagedkv.cli.bench.cells import chosen
     from pagedkv.cli.bench.run import run
 
-    cells = chosen(axes.given(), asked.kind or [], machine.threads or [], is_full=asked.full)
-    kernels = tuple(machine.kernels or ("cpu", "numba", "reference"))
+    cells = chosen(axes.given(), asked.kind or [], axes.threads or [], is_full=asked.full and not shown.quick)
+    kernels = tuple(axes.kernels or ("cpu", "numba", "reference"))
     choice = runner.Asked(kernels, asked.repetitions, asked.vllm_python)
-    run("attention", lambda report: runner.measure(cells, choice, report), showing.shown())
+    run("attention", lambda report: runner.measure(cells, choice, report), shown)
 
 
 @_command("fragmentation --quick --workload sharegpt")
-def _bench_fragmentation(asked: _Dividing, size: _Size, showing: _Showing) -> None:
+def _bench_fragmentation(asked: _Dividing, shown: Shown) -> None:
     """Share of the KV memory that holds tokens: our manager, and eight other ways to divide it. Minutes."""
     from pagedkv.bench.fragmentation import runner  # numba
     from pagedkv.cli.bench.run import run
 
     only, variants = asked.workload or [], asked.allocator or []
-    choice = {"is_quick": size.quick, "trace": asked.trace, "only": only, "variants": variants}
-    run("fragmentation", partial(runner.measure, **choice), showing.shown())
+    choice = {"is_quick": shown.quick, "trace": asked.trace, "only": only, "variants": variants}
+    run("fragmentation", partial(runner.measure, **choice), shown)
 
 
 @_command("bandwidth --case decode --context 4096")
-def _bench_bandwidth(asked: _Moving, axes: _Axes, machine: _Machine, size: _Size, showing: _Showing) -> None:
+def _bench_bandwidth(asked: _Moving, axes: _Axes, shown: Shown) -> None:
     """The speed of memory by access pattern, and how near to it each operation on the cache comes. Minutes."""
     from pagedkv.bench.bandwidth.runner import KERNELS, Asked, measure  # torch
     from pagedkv.cli.bench.cells import chosen
     from pagedkv.cli.bench.run import run
 
-    named = {"cases": tuple(asked.case or ()), "threads": tuple(machine.threads or ())}
-    named["kernels"] = tuple(machine.kernels or KERNELS)
-    choice = Asked(is_quick=size.quick, turns=asked.turns, **named)
-    if any(axes.given().values()):
-        cells = chosen(axes.given(), ["decode"], [1], is_full=False)
+    named = {"cases": tuple(asked.case or ()), "threads": tuple(axes.threads or ())}
+    named["kernels"] = tuple(axes.kernels or KERNELS)
+    choice = Asked(is_quick=shown.quick, turns=asked.turns, **named)
+    if given := axes.given():
+        cells = chosen(given, ["decode"], [1], is_full=False)
         choice = replace(choice, cells=tuple(cells), cases=choice.cases or ("decode",))
-    run("bandwidth", partial(measure, asked=choice), showing.shown())
+    run("bandwidth", partial(measure, asked=choice), shown)
 
 
 @_command("tiers --part first-token --context 16384")
-def _bench_tiers(asked: _Tiering, size: _Size, showing: _Showing) -> None:
+def _bench_tiers(asked: _Tiering, shown: Shown) -> None:
     """Speed of host memory and disk, first tokens by the place of the prefix. Minutes, 6 GiB."""
     from pagedkv.bench.tiers import runner  # torch
     from pagedkv.cli.bench.run import run
 
     sizes, contexts = tuple(kib << 10 for kib in asked.frame or ()), tuple(asked.context or ())
-    choice = runner.Asked(size.quick, asked.folder, tuple(asked.part or ()), sizes, contexts)
-    run("tiers", partial(runner.measure, asked=choice), showing.shown())
+    choice = runner.Asked(shown.quick, asked.folder, tuple(asked.part or ()), sizes, contexts)
+    run("tiers", partial(runner.measure, asked=choice), shown)
 
 
 @_command("compare before.jsonl after.jsonl")

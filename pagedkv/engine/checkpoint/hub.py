@@ -1,43 +1,100 @@
-"""The cache of the Hugging Face hub on this machine: from the name of a repository to the folder of its snapshot.
+"""Models of the Hugging Face hub, by name: the folder of a snapshot in the local cache, and the download of one.
 
-huggingface_hub, which comes with tokenizers, knows where its cache lies and which snapshot is that of main. It is
-asked for local files only: never the network.
+`find` asks huggingface_hub, which comes with tokenizers, for local files only. `num_bytes` and `fetch` use the network,
+for the files that the engine reads and no others: a repository may hold the same weights in several formats.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pagedkv.errors import CheckpointError
 
 REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
+CONFIG: Final = ("config.json",)
+FILES: Final = (
+    *CONFIG,
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "model.safetensors.index.json", "model*.safetensors"),
+)
+"""Patterns of the files that the engine reads. The last one is that of the weights."""
 
-def find(model: str) -> Path:
-    """Return the folder that `model` names: a path, or the name of a repository whose snapshot is in the local cache.
+
+def find(model: str, files: tuple[str, ...] = FILES) -> Path | None:
+    """Return the folder that `model` names: a path, or the snapshot of a repository in the local cache.
 
     A path that exists comes first, and a text that is no repository's name is a path.
-    Raises: CheckpointError if there is neither such a path nor a snapshot; it names the command that fetches one
+    Returns: None if a repository has no snapshot, or one that lacks some of `files`
+    Raises: CheckpointError without huggingface_hub
     """
     path = Path(model)
     if not REPOSITORY.fullmatch(model) or path.exists():
         return path
     try:
+        folder = Path(_library(model).snapshot_download(model, local_files_only=True, allow_patterns=[*files]))
+    except (OSError, ValueError):
+        return None
+    return folder if any(folder.glob(files[-1])) else None  # huggingface_hub before 2 returns a part, too
+
+
+def absent(model: str) -> CheckpointError:
+    """Return the error for a repository that was not found and is not to be fetched."""
+    cache = _library(model).constants.HF_HUB_CACHE
+    return CheckpointError(
+        f"there is no folder {model}, and no snapshot of it in the Hugging Face cache {cache}; "
+        f"give --fetch, or fetch it with: hf download {model}"
+    )
+
+
+def num_bytes(model: str) -> int:
+    """Return the bytes of the files that `fetch` brings. Raises: CheckpointError, also if there are no safetensors"""
+    with _from_hub(model) as library:
+        found = library.HfApi().model_info(model, files_metadata=True).siblings or ()
+    sizes = {file.rfilename: file.size or 0 for file in found if any(fnmatch(file.rfilename, name) for name in FILES)}
+    if not any(fnmatch(name, FILES[-1]) for name in sizes):
+        raise CheckpointError(f"{model} has no weights in safetensors format on the hub; name another model")
+    return sum(sizes.values())
+
+
+def fetch(model: str, files: tuple[str, ...] = FILES) -> Path:
+    """Fetch a repository into the local cache, and return its folder. An interrupted download goes on where it ended.
+
+    Raises: CheckpointError if that fails; what was fetched is no snapshot for `find` then
+    """
+    with _from_hub(model) as library:
+        return Path(library.snapshot_download(model, allow_patterns=[*files]))
+
+
+def _library(model: str) -> Any:
+    try:
         import huggingface_hub
     except ImportError:
         raise CheckpointError(
-            f"there is no folder {model}, and huggingface_hub, which knows the cache of the hub, is not installed; "
+            f"there is no folder {model}, and huggingface_hub, which knows the models of the hub, is not installed; "
             "give a folder, or install huggingface_hub"
         ) from None
+    return huggingface_hub
+
+
+@contextmanager
+def _from_hub(model: str) -> Iterator[Any]:
+    """Yield huggingface_hub. Raise a CheckpointError of one line for any error of the block."""
+    library = _library(model)
     try:
-        return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
-    except (OSError, ValueError):
-        folder = Path(huggingface_hub.constants.HF_HUB_CACHE, f"models--{model.replace('/', '--')}", "snapshots")
-        if len(snapshots := list(folder.glob("*"))) == 1:  # fetched by a revision, so no branch names it
-            return snapshots[0]
-        raise CheckpointError(
-            f"there is no folder {model}, and no snapshot of it in the Hugging Face cache "
-            f"{huggingface_hub.constants.HF_HUB_CACHE}; fetch it with: hf download {model}"
-        ) from None
+        yield library
+    except Exception as error:  # of huggingface_hub, requests, httpx or httpx2, by version
+        known = {
+            "GatedRepoError": f"accept its terms at {library.constants.ENDPOINT}/{model}, and run hf auth login",
+            "RepositoryNotFoundError": "the hub has no such model, or it is private and needs hf auth login",
+        }
+        reason = str(error).partition("\n")[0].removeprefix("Got: ") or type(error).__name__
+        if library.constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE forbids the network"
+        why = known.get(type(error).__name__, f"{reason}; try again, or give a folder")
+        raise CheckpointError(f"cannot fetch {model} from the hub: {why}") from None

@@ -1,4 +1,4 @@
-"""The cache of the Hugging Face hub: which snapshot is taken, and the error for one that is absent."""
+"""The cache of the Hugging Face hub: which snapshot is taken. tests/cli/test_fetching.py has the network."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def fetched(cache: Path, *commits: str, main: str | bytes | None) -> Path:
     folder = cache / "models--owner--name"
     for commit in commits:
         (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "model.safetensors").touch()
     if main is not None:
         (folder / "refs").mkdir(parents=True)
         (folder / "refs" / "main").write_bytes(main if isinstance(main, bytes) else main.encode())
@@ -35,27 +36,16 @@ def test_the_snapshot_of_main_is_taken(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("main", [None, "gone", b"\xff\xfe", b"a\0b", "x" * 9000])
-def test_without_a_good_ref_the_command_that_fetches_the_model_is_named(cache: Path, main: str | bytes | None) -> None:
+def test_without_a_good_ref_there_is_no_snapshot(cache: Path, main: str | bytes | None) -> None:
     fetched(cache, "abc", "def", main=main)
-    with pytest.raises(CheckpointError) as error:
-        hub.find("owner/name")
-    assert str(error.value) == (
-        f"there is no folder owner/name, and no snapshot of it in the Hugging Face cache {cache}; "
-        "fetch it with: hf download owner/name"
-    )
+    assert hub.find("owner/name") is None
 
 
-def test_the_only_snapshot_is_taken_without_a_ref(cache: Path) -> None:
-    """A model that was fetched by a revision has no ref."""
-    snapshots = fetched(cache, "abc", main=None)
-    assert hub.find("owner/name") == snapshots / "abc"
-
-
-def test_a_folder_comes_before_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched(cache, "abc", main="abc")
-    (tmp_path / "owner/name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert hub.find("owner/name") == Path("owner/name")
+def test_a_snapshot_without_weights_is_a_part(cache: Path) -> None:
+    snapshots = fetched(cache, "abc", main="abc")
+    (snapshots / "abc" / "model.safetensors").rename(snapshots / "abc" / "config.json")
+    assert hub.find("owner/name") is None
+    assert hub.find("owner/name", hub.CONFIG) == snapshots / "abc"
 
 
 @pytest.mark.parametrize("model", ["", ".", "name", "a/b/c", "/etc/passwd", "../up", "owner/..", "\x1b[2J/a", "é/a"])
@@ -66,5 +56,5 @@ def test_other_texts_are_paths(model: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match="huggingface_hub, which knows the cache of the hub, is not installed"):
+    with pytest.raises(CheckpointError, match="huggingface_hub, which knows the models of the hub, is not installed"):
         hub.find("owner/name")
