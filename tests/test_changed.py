@@ -9,11 +9,11 @@ from tests.test_architecture import ROOT
 @pytest.mark.parametrize(
     ("edit", "selected", "left_out"),
     [
-        ("pagedkv/engine/step/scheduler.py", "tests/engine/step/test_engine.py", "tests/kernels/cpu/test_cpu.py"),
-        ("pagedkv/kernels/checks.py", "tests/kernels/cpu/test_cpu.py", "tests/core/test_laws.py"),
+        ("pagedkv/engine/step/scheduler.py", "tests/engine/step/test_engine.py", "tests/kernels/cpu/test_threads.py"),
+        ("pagedkv/kernels/checks.py", "tests/kernels/cpu/test_threads.py", "tests/core/test_laws.py"),
         ("triton_kernels/decode.py", "tests/kernels/triton", "tests/core/test_laws.py"),
         ("pagedkv/core/tables/__init__.py", "tests/core", "tests/kernels"),
-        ("tests/cases.py", "tests/kernels/cpu/test_cpu.py", "tests/core/test_laws.py"),
+        ("tests/cases.py", "tests/kernels/cpu/test_threads.py", "tests/core/test_laws.py"),
         ("csrc/cpu/team.cpp", "tests/kernels", "tests/core"),
     ],
 )

@@ -59,10 +59,10 @@ def _pytest(name: str, seconds: float, *files: str, apart: bool = False) -> Stag
 CUDA, TRITON = ("gpu", "cupy"), ("gpu", "triton")
 ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
 USERS = "tests/on_gpu"
-BIG, CONFORMANCE = "tests/kernels/large/test_big_shapes.py", "tests/kernels/test_conformance.py"
+CONFORMANCE = "tests/kernels/test_conformance.py"
 LIBRARY = "tests/kernels/library"
 VALUES = tuple(f"tests/kernels/{folder}" for folder in ("gather", "hostile", "latents", "masks"))
-_ELSEWHERE = (ON_GPU, GRAPHS, BIG, CONFORMANCE, LIBRARY, *VALUES)
+_ELSEWHERE = (ON_GPU, GRAPHS, CONFORMANCE, LIBRARY, *VALUES)
 ENVIRONMENT: Final = "environment"
 
 FIRST: Final = (
@@ -80,7 +80,6 @@ LATER: Final = (
     Stage("cases-cuda", _cases("cuda", "small"), 240, needs=CUDA),
     _pytest("users", 240, USERS, apart=True)._replace(needs=("gpu", "pytest", "transformers", "tokenizers")),
     _pytest("graphs", 500, ON_GPU, GRAPHS),
-    _pytest("big", 300, BIG),
     _pytest("library", 400, LIBRARY, apart=True),
     _pytest("values", 520, *VALUES, apart=True),
     Stage("grid-triton", _cases("triton", "grid", "large"), 480, needs=TRITON),

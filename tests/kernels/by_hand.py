@@ -15,10 +15,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from tests.cases import GRID, LARGE, SMALL, Case, moved
-from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels import oracle as judged_by
 
 
 def ratios(case: Case, backend: str, device: str) -> dict[str, float]:
@@ -26,20 +24,10 @@ def ratios(case: Case, backend: str, device: str) -> dict[str, float]:
     from pagedkv import paged_attention
 
     built = case.build()
-    exact, plain = oracle(built), same_precision(built)
     q, layer, batch = (moved(x, device) for x in built[:3])
     options = {name: moved(x, device) for name, x in built.options.items()}
-    result = paged_attention(q, layer, batch, return_lse=True, backend=backend, **options)
-    out, lse = (x.double().cpu().numpy()[: sum(case.q_lens)] for x in result)
-    right = exact.lse[: len(lse)]
-    seen = ~np.isneginf(right)
-    if (np.isneginf(lse) == seen).any() or (out[~seen] != 0).any():
-        return {"blind": np.inf}
-    low = plain.lse[: len(lse)][seen]
-    return {
-        "out": np.abs(out - exact.out[: len(out)]).max(initial=0.0) / allowed_error(case, exact.out, plain.out),
-        "lse": np.abs(lse[seen] - right[seen]).max(initial=0.0) / allowed_error(case, right[seen], low),
-    }
+    found = paged_attention(q, layer, batch, return_lse=True, backend=backend, **options)
+    return judged_by.ratios(case, found, judged_by.oracle(built), judged_by.same_precision(built))
 
 
 def use_one_team() -> None:

@@ -1,8 +1,17 @@
-"""Every kernel of the registry, on every device it runs on; CUDA only with `-m gpu`."""
+"""Every kernel of the registry, on every device it runs on; CUDA only with `-m gpu`.
+
+Without a GPU its two kernels run on the CPU: `cuda` on the emulator (cuda/emulator.py), `triton` in Triton's
+interpreter. Both take seconds for a case. So each law has one of its cases on the emulator, each third law has one in
+the interpreter, and all cases run with `-m slow`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import zlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -12,30 +21,62 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv import KernelUnavailable
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import cpu, ops, registry
-from tests.cases import moved
+from pagedkv.kernels import cpu, numba, ops, registry
+from tests.cases import Built, Case, moved
+from tests.kernels.cuda import backend as emulated
+from tests.kernels.cuda.emulator import COMPILER, Emulator
+from tests.kernels.oracle import assert_right, oracle, same_precision, solved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from tests.cases import Built
-
 torch.set_num_threads(1)
+EMULATED = emulated.KERNEL.name
 
 
 class Runner(NamedTuple):
-    """One kernel on one device, called as users call it. A kernel that objects skips the test."""
+    """One kernel on one device, called as users call it. A kernel that objects skips the test.
+
+    way: an instruction set of `cpu`, or the threads of `numba`; "" for the usual one
+    """
 
     backend: str
-    device: str
+    device: str = "cpu"
+    way: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, self))
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a case takes seconds."""
+        return (self.backend, self.device) in ((EMULATED, "cpu"), ("triton", "cpu"))
 
     @property
     def spoils_rows(self) -> bool:
         """Whether a value that is not finite spoils all columns of the rows that see it: so the kernels for GPUs."""
         on_gpu = self.backend == "library" and self.device == "cuda"
-        return on_gpu or self.backend in ("triton", "cuda", "cuda-emulated")
+        return on_gpu or self.backend in ("triton", "cuda", EMULATED)
+
+    def prepare(self, patch: pytest.MonkeyPatch) -> None:
+        """Let the registry find this kernel, for functions that take no name of a kernel too."""
+        if self.device == "cpu":
+            patch.setenv("PAGEDKV_KERNELS", self.backend)
+        elif not torch.cuda.is_available():
+            pytest.skip("no CUDA device here")
+        if self.is_slow and self.backend == "triton":
+            patch.setenv("TRITON_INTERPRET", "1")
+        elif self.is_slow:
+            patch.setattr(emulated, "machine", Emulator())
+            patch.setattr(registry, "KERNELS", (emulated.KERNEL, *registry.KERNELS))
+        if self.backend == "cpu" and self.way:
+            patch.setenv("PAGEDKV_CPU_ISA", self.way)
+        elif self.way == "Python threads":
+            patch.setattr(numba, "_openmp", lambda: None)
+        elif self.way and numba._openmp() is None:
+            pytest.skip("no OpenMP runtime in this process")
 
     def attend(self, built: Built, **changes: object) -> tuple[Tensor, Tensor]:
         """Return out and lse on the CPU; `changes` override the options of the case."""
@@ -47,26 +88,99 @@ class Runner(NamedTuple):
             pytest.skip(str(refused))
         return out.cpu(), lse.cpu()
 
+    def check(self, case: Case, built: Built | None = None) -> None:
+        """Compare with the oracle: a case, or tensors of this case that were changed."""
+        states = solved(case) if built is None else (built, oracle(built), same_precision(built))
+        assert_right(case, self.attend(states[0]), *states[1:])
 
+
+def interpreted(module: str) -> Any:
+    """Import a module for the interpreter: one of the Triton kernels, or one that has other kernels.
+
+    Triton decides at the import of a kernel whether it is interpreted, for the life of the process.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        return importlib.import_module(module if "." in module else f"pagedkv.kernels.triton.{module}")
+
+
+INTERPRETS = (
+    importlib.util.find_spec("triton") is not None
+    and "asan" not in os.environ.get("LD_PRELOAD", "")
+    and (os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available())
+)
+"""Whether the Triton kernels of this process belong to the interpreter. On a machine with a GPU, they are the GPU's.
+With a sanitizer there is no Triton."""
+if INTERPRETS:
+    interpreted("backend")  # before another test imports it for a GPU
+SETS: tuple[str, ...] = tuple(cpu._cpu.sets()) if cpu._cpu else ()
+
+
+def param(runner: Runner) -> Any:
+    return pytest.param(runner, id=str(runner), marks=[] if runner.device == "cpu" else [pytest.mark.gpu])
+
+
+ON_CPU = [kernel.name for kernel in registry.KERNELS if kernel.name not in ("cuda", "triton", "library")]
+ON_CPU = [name for name in ON_CPU if name != "cpu" or SETS]
+"""The kernels that serve on this machine without a GPU."""
 RUNNERS = [
-    pytest.param(
-        Runner(kernel.name, device), id=f"{kernel.name}-{device}", marks=[pytest.mark.gpu] if device != "cpu" else []
-    )
-    for kernel in registry.KERNELS
-    if kernel.name != "library"  # it takes plain cases only: tests/kernels/library
-    for device in kernel.where or ("cpu", "cuda")
-    if (kernel.name, device) != ("triton", "cpu")
-    or os.environ.get("TRITON_INTERPRET") == "1"  # slow: see test_triton.py
+    *(param(Runner(name)) for name in ON_CPU),
+    *(param(Runner(name, "cuda")) for name in ("cuda", "triton", "reference")),  # library: tests/kernels/library
+    *[param(Runner("triton"))] * INTERPRETS,
+    *[param(Runner(EMULATED))] * bool(COMPILER),
 ]
+WAYS = [
+    *(param(Runner("cpu", way=name)) for name in SETS),
+    *(param(Runner("numba", way=name)) for name in ("OpenMP", "Python threads")),
+]
+"""The compiled kernels of the CPU: each instruction set of this processor, and either team of threads."""
+COMPILED = [*WAYS, *(each for each in RUNNERS if each.values[0].backend not in ("cpu", "numba", "reference"))]
+"""All kernels but the reference."""
+FOR_GPUS = [each for each in RUNNERS if each.values[0].spoils_rows]
 
 
 @pytest.fixture(params=RUNNERS)
-def runner(request: pytest.FixtureRequest) -> Runner:
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     """Each kernel on each of its devices."""
     runner: Runner = request.param
-    if runner.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device here")
-    return runner
+    runner.prepare(monkeypatch)
+    yield runner
+    if runner.is_slow:
+        registry._resolve.cache_clear()  # other tests must not get its choices
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    """The kernel `triton` in Triton's interpreter."""
+    if not INTERPRETS:
+        pytest.skip("Triton is not installed, or its kernels belong to the GPU")
+    runner = Runner("triton")
+    runner.prepare(monkeypatch)
+    yield runner
+    registry._resolve.cache_clear()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases but one of the laws that a slow runner keeps; the law's name chooses the one.
+
+    A law that marks some of its cases itself is left as it is. numpy, in which the interpreter computes, warns of NaN.
+    """
+    of_law: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        runner = getattr(getattr(item, "callspec", None), "params", {}).get("runner")
+        if getattr(runner, "is_slow", False):
+            of_law[item.nodeid.partition("[")[0], runner.backend].append(item)
+        if getattr(runner, "is_slow", False) or "interpreter" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"))
+    for (law, backend), cases in of_law.items():
+        if any(item.get_closest_marker("slow") for item in cases):
+            continue
+        number = zlib.crc32(law.encode())
+        kept = None if backend == "triton" and number % 3 else cases[number % len(cases)]
+        for item in cases:
+            if item is not kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

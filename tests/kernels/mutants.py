@@ -53,21 +53,21 @@ FAULTS = (
         "cuda/attention.py",
         "max(softcap, LEAST_CAP)",
         "softcap",
-        "cuda/test_laws.py::test_a_soft_cap_below_every_score_leaves_equal_weights",
+        "test_laws.py::test_a_soft_cap_below_every_score_leaves_equal_weights",
     ),
     Fault(
         "an infinite state takes the whole weight: it becomes NaN",
         "reference.py",
         "(torch.where(lse.isinf(), 0.0, x.sigmoid())[..., None]",
         "(x.sigmoid()[..., None]",
-        "cuda/test_laws.py::test_an_infinite_state_leaves_zeros_and_nan_stays_nan",
+        "partition/test_merge.py::test_infinity_leaves_zeros_and_nan_is_not_hidden",
     ),
     Fault(
         "FlashAttention 2 never gets a bound of one query: it does",
         "library/backend.py",
         "(max(2, call.max_seqlen_q), call.max_seqlen_k)",
         "(call.max_seqlen_q, call.max_seqlen_k)",
-        "library/test_products.py::test_flash_attention_2_serves_decode_beside_padding_and_sequences_without_queries",
+        "library/test_products.py::test_flash_attention_2_serves_decode_with_padding_and_sequences_without_queries",
     ),
     Fault(
         "chunks of several sequences have several lengths: cuDNN gets them",
@@ -116,6 +116,6 @@ FAULTS = (
         "../../triton_kernels/prefill.py",
         "edges = not (spec.window or (spec.tree and not spec.split))",
         "edges = not (spec.tree and not spec.split)",
-        "triton/test_triton.py::test_a_sample_of_the_grid_keeps_the_contract",
+        "test_conformance.py::test_out_and_lse_are_as_right_as_plain_torch -k triton-cpu",
     ),
 )

@@ -7,6 +7,7 @@ only table of tolerances for attention.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def same_precision(built: Built) -> State:
 
 
 class Sequence(NamedTuple):
-    """One sequence laid out in logical order, float64: k [n, K, D], v [n, K, Dv] (0 where punched), visible bool [m,
+    """One sequence laid out in logical order, float64: k [n, K, D], v [n, K, Dv] (0 in holes), visible bool [m,
     n]; its rows of q."""
 
     k: Array
@@ -151,3 +152,36 @@ def allowed_error(case: Case, right: Array, low: Array) -> float:
         TOLERANCE[case.kv.partition("/")[0]] * float(np.abs(low[finite] - right[finite]).max(initial=0.0))
         + TOLERANCE["floor"]
     )
+
+
+@lru_cache(maxsize=2)
+def solved(case: Case) -> tuple[Built, State, State]:
+    """The case, what is right, and what plain torch makes of it: once for all kernels."""
+    built = case.build()
+    return built, oracle(built), same_precision(built)
+
+
+def ratios(
+    case: Case, got: tuple[Tensor, Tensor], right: State, low: State, slack: tuple[float, float] = (0.0, 0.0)
+) -> dict[str, float]:
+    """Return error over allowed error of out and lse; inf where a query that sees nothing has something.
+
+    slack: what is allowed for out and for lse beyond TOLERANCE
+    """
+    rows = sum(case.q_lens)
+    out, lse = (x.double().cpu().numpy()[:rows] for x in got)
+    exact, plain = (State(*(x[:rows] for x in state)) for state in (right, low))
+    seen = ~np.isneginf(exact.lse)
+    if (np.isneginf(lse) == seen).any() or (out[~seen] != 0).any():
+        return {"blind": np.inf}
+    parts = {"out": (out, exact.out, plain.out), "lse": (lse[seen], exact.lse[seen], plain.lse[seen])}
+    return {
+        name: np.abs(x - y).max(initial=0.0) / (allowed_error(case, y, z) + more)
+        for (name, (x, y, z)), more in zip(parts.items(), slack, strict=True)
+    }
+
+
+def assert_right(case: Case, got: tuple[Tensor, Tensor], right: State, low: State) -> None:
+    """Compare out and lse with what is right. NaN is not."""
+    found = ratios(case, got, right, low)
+    assert all(ratio <= 1 for ratio in found.values()), f"error over allowed error: {found}"

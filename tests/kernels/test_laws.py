@@ -1,28 +1,34 @@
-"""Laws between two calls of a kernel, for any numbers; equality here is bit for bit unless a tolerance is named."""
+"""Laws that every kernel keeps, for any numbers; equality here is bit for bit unless a tolerance is named."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from pagedkv import bind_attention, copy_frames, merge_states, paged_attention, write_kv
-from pagedkv.errors import InvalidRequest
+from pagedkv import KernelUnavailable, bind_attention, copy_frames, merge_states, paged_attention, write_kv
 from pagedkv.kernels.args import KVLayer, PagedBatch
-from tests.cases import Built, Case, moved
+from tests.cases import DTYPES, Built, Case, as_bytes, moved
+from tests.kernels.conftest import COMPILED, FOR_GPUS, WAYS, Runner
+from tests.kernels.oracle import stored_values
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from tests.kernels.conftest import Runner
+each_way = pytest.mark.parametrize("runner", WAYS, indirect=True)
+for_gpus = pytest.mark.parametrize("runner", FOR_GPUS, indirect=True)
+each_compiled = pytest.mark.parametrize("runner", COMPILED, indirect=True)
 
 MERGED = 2e-6
 """float32: of a softmax taken in two parts, against one taken whole."""
+
+EVERY_PART = Case(q_lens=(1, 33, 4, 1), kv_lens=(3000, 577, 700, 5), heads=(8, 2), dtype="bfloat16")
+"""Enough keys to be cut, rows enough for several tiles."""
 
 MIXED = Case(q_lens=(1, 5, 1, 17, 1, 5), kv_lens=(200, 60, 133, 17, 187, 111), heads=(4, 2), window=90)
 
@@ -43,54 +49,66 @@ def test_merging_two_halves_equals_the_whole(half: int, runner: Runner) -> None:
     assert (lse - whole_lse).abs().max() <= MERGED * 10
 
 
-def test_merging_with_nothing_changes_nothing() -> None:
-    out, lse = torch.randn(3, 2, 8), torch.randn(3, 2)
-    nothing = (
-        torch.full_like(out, torch.nan),
-        torch.full_like(lse, -torch.inf),
-    )  # a state that saw nothing may hold anything
-    for merged in (merge_states(out, lse, *nothing), merge_states(*nothing, out, lse)):
-        assert torch.equal(merged[0], out)
-        assert torch.equal(merged[1], lse)
-    blind, blind_lse = merge_states(*nothing, *nothing)
-    assert (blind == 0).all()
-    assert (blind_lse == -torch.inf).all()
-
-
 @pytest.mark.parametrize("split_tokens", [None, 32])
 def test_moving_frames_changes_no_bit(split_tokens: int | None, runner: Runner) -> None:
     built = MIXED.build()
-    table, layer = built.batch.block_table, built.layer
-    where = torch.randperm(len(layer.k))  # frame f moves to where[f]
-    moved = KVLayer(torch.empty_like(layer.k), torch.empty_like(layer.v))
-    moved.k[where], moved.v[where] = layer.k, layer.v
+    elsewhere = moved_frames(built, torch.randperm(len(built.layer.k)))
+    assert_equal(*(runner.attend(x, split_tokens=split_tokens) for x in (built, elsewhere)))
+
+
+def moved_frames(built: Built, where: Tensor) -> Built:
+    """Frame f goes to where[f], and the tables follow."""
+    layer, table = built.layer, built.batch.block_table
+    tensors = {}
+    for name in ("k", "v", "k_scale", "v_scale"):
+        x = getattr(layer, name)
+        if x is not None and x.dim():
+            tensors[name] = torch.empty_like(x)
+            as_bytes(tensors[name])[where] = as_bytes(x)
     known = (table >= 0) & (table < len(where))
     renamed = torch.where(known, where[table.where(known, 0).long()].int(), table)
+    return built._replace(layer=replace(layer, **tensors), batch=replace(built.batch, block_table=renamed))
 
-    before = runner.attend(built, split_tokens=split_tokens)
-    after = runner.attend(
-        built._replace(layer=moved, batch=replace(built.batch, block_table=renamed)), split_tokens=split_tokens
-    )
 
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])
+def assert_equal(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
 
 
 @pytest.mark.parametrize("b", range(6))
 @pytest.mark.parametrize("split_tokens", [16, 40, 1000])
 def test_with_split_tokens_the_rest_of_the_batch_changes_no_bit(b: int, split_tokens: int, runner: Runner) -> None:
     built = MIXED.build()
-    together, together_lse = runner.attend(built, split_tokens=split_tokens)
-    alone, alone_lse = runner.attend(only(built, b), split_tokens=split_tokens)
-
+    out, lse = runner.attend(built, split_tokens=split_tokens)
     rows = slice(*built.batch.cu_seqlens_q[b : b + 2].tolist())
-    assert torch.equal(alone, together[rows])
-    assert torch.equal(alone_lse, together_lse[rows])
+    assert_equal((out[rows], lse[rows]), runner.attend(only(built, b), split_tokens=split_tokens))
+
+
+@each_way
+@pytest.mark.parametrize("split_tokens", [16, 100, 4096])
+def test_with_split_tokens_the_number_of_threads_changes_no_bit(
+    runner: Runner, split_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, results = EVERY_PART.build(), []
+    for threads in (1, 2, 3, 8):
+        monkeypatch.setenv("PAGEDKV_NUM_THREADS", str(threads))
+        results.append(runner.attend(built, split_tokens=split_tokens))
+        assert_equal(results[0], results[-1])
+
+
+@each_way
+def test_keys_cut_for_threads_give_what_one_thread_gives(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, results = replace(EVERY_PART, dtype="float32", window=2000, sinks=True).build(), []
+    for threads in (1, 2, 5):
+        monkeypatch.setenv("PAGEDKV_NUM_THREADS", str(threads))
+        results.append(runner.attend(built))
+        assert (results[0][0] - results[-1][0]).abs().max() <= 2e-6
+        assert (results[0][1] - results[-1][1]).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("q_lens", [(8, 3, 1), (40, 24, 1)])
 def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(q_lens: tuple[int, ...], runner: Runner) -> None:
-    """Of rows whose own mask says what causality says: one sequence verifies a tree, the others go on as ever."""
+    """Of rows with a mask that says what causality says: one sequence verifies a tree, the others go on as ever."""
     built = Case(q_lens=q_lens, kv_lens=(150, 70, 40), heads=(8, 1), dtype="bfloat16").build()
     first = q_lens[0]
     mask = torch.cat([torch.ones(m, first, dtype=torch.bool).tril() for m in q_lens])
@@ -182,9 +200,7 @@ def test_small_tensors_of_any_stride_are_read_where_they_are(runner: Runner) -> 
     batch = replace(built.batch, rows=_every_second(built.batch.rows))
     for split_tokens in (None, 32):
         plain = runner.attend(built, split_tokens=split_tokens)
-        other = runner.attend(built._replace(batch=batch), split_tokens=split_tokens, **strided)
-        assert torch.equal(plain[0], other[0])
-        assert torch.equal(plain[1], other[1])
+        assert_equal(plain, runner.attend(built._replace(batch=batch), split_tokens=split_tokens, **strided))
 
 
 def _every_second(x: Tensor) -> Tensor:
@@ -221,6 +237,16 @@ def test_what_is_no_number_in_a_query_is_not_hidden_by_cutting_keys(
     assert not out[0, 1:].isnan().any()
 
 
+def test_nan_in_a_key_reaches_its_own_heads_and_no_other_sequence(runner: Runner) -> None:
+    built = Case(q_lens=(1, 1), kv_lens=(40, 40)).build()
+    built.layer.k[int(built.batch.block_table[0, 1]), 3, 0] = torch.nan
+    out, lse = runner.attend(built)
+    assert out[0, :2].isnan().all()  # the heads of kv head 0
+    assert lse[0, :2].isnan().all()
+    assert out[0, 2:].isfinite().all()
+    assert out[1].isfinite().all()
+
+
 @pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", "int8/token_head", "int4/token_head"])
 def test_a_value_whose_scale_is_no_number_is_not_hidden(kv: str, runner: Runner) -> None:
     """`write_kv` stores such a scale for a vector that holds a NaN."""
@@ -231,6 +257,108 @@ def test_a_value_whose_scale_is_no_number_is_not_hidden(kv: str, runner: Runner)
         scales = scale.clone()
         scales[int(table[0, place // 16]), place % 16] = torch.nan
         assert runner.attend(built._replace(layer=replace(built.layer, v_scale=scales)))[0].isnan().all(), place
+
+
+@each_compiled
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "int8", "int4"])
+def test_every_byte_of_a_value_is_read_as_what_it_says(kind: str, runner: Runner) -> None:
+    """A sequence has one key, so its output is the value: in vectors, and in the elements that no vector covers."""
+    every = torch.arange(256, dtype=torch.uint8)
+    for width in (128,) if runner.is_slow else (128, 64, 23):  # bytes of a vector
+        v = torch.nn.functional.pad(every, (0, -256 % width)).view(-1, 1, 1, width).view(DTYPES[kind])
+        wanted = torch.from_numpy(stored_values(v, None)).flatten(1).float()
+        B, D = wanted.shape
+        built, one = Case((1,) * B, (1,) * B, heads=(1, 1), dims=(D, D), kv=f"{kind}/tensor").build(), torch.ones(())
+        table = torch.arange(B, dtype=torch.int32)[:, None].contiguous()
+        layer = KVLayer(torch.zeros_like(v.view(torch.uint8)).view(v.dtype), v, one, one)
+        built = built._replace(layer=layer, batch=replace(built.batch, block_table=table))
+        out = runner.attend(built)[0].view(B, D)
+        assert torch.equal(out.isfinite(), wanted.isfinite())
+        assert runner.spoils_rows or torch.equal(out.isnan(), wanted.isnan())
+        assert torch.equal(out[wanted.isfinite()], wanted[wanted.isfinite()])
+
+
+@for_gpus
+@pytest.mark.parametrize("kv", ["fp8_e4m3", "int8/token_head"])
+def test_many_weights_far_below_the_largest_still_count(kv: str, runner: Runner) -> None:
+    """The first of many keys may take nearly the whole softmax. Float16 has no number for the others' weights."""
+    built = Case(q_lens=(1,), kv_lens=(100,), heads=(1, 1), dims=(128, 128), kv=kv, dtype="bfloat16").build()
+    pages, (k, v, k_scale, v_scale) = built.batch.block_table[0, :7].long(), vars(built.layer).values()
+    built.q.zero_()[0, 0, 0] = 128**0.5
+    k[pages] = torch.zeros(()).to(k.dtype)
+    k[pages[0], 0, 0, 0] = torch.tensor(20.0).to(k.dtype)
+    v[pages] = torch.ones(()).to(v.dtype)
+    v[pages[0], 0] = torch.zeros(()).to(v.dtype)
+    for scale in (k_scale, v_scale):
+        if scale is not None:
+            scale[pages] = 1.0
+    weight = np.exp(-20.0)
+    found = runner.attend(built)[0].float()
+    assert torch.allclose(found, torch.tensor(99 * weight / (1 + 99 * weight)).float(), rtol=2**-7)
+
+
+@each_way
+@pytest.mark.parametrize("softcap", [1.0, 50.0, 1e4])
+def test_a_soft_cap_is_exact_for_small_and_large_scores(runner: Runner, softcap: float) -> None:
+    case = Case(softcap=softcap)
+    for size in (1e-3, 1.0, 30.0):
+        built = case.build()
+        runner.check(case, built._replace(q=built.q * size))
+
+
+@for_gpus
+def test_a_soft_cap_below_every_score_leaves_equal_weights(runner: Runner) -> None:
+    built = Case().build()
+    for softcap in (1e-50, 1e-31, 1e-12):
+        equal, found = (runner.attend(built, **options)[0] for options in ({"scale": 0.0}, {"softcap": softcap}))
+        assert torch.allclose(found, equal, atol=1e-6)
+
+
+def test_a_soft_cap_beyond_every_score_changes_nothing(runner: Runner) -> None:
+    built = Case().build()
+    for softcap in (1e29, 1e31, 3e38):
+        assert torch.allclose(runner.attend(built, softcap=softcap)[0], runner.attend(built)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(("new", "keys", "split_tokens"), [(1, 0, None), (1, 900, None), (3, 400, 64), (24, 600, None)])
+def test_an_infinite_sink_takes_the_whole_weight(new: int, keys: int, split_tokens: int | None, runner: Runner) -> None:
+    """A sink of +inf leaves zeros, one of -inf changes nothing; one part of the keys or several write the result."""
+    sinks = torch.tensor([torch.inf, -torch.inf, 0.5, torch.inf])
+    case = Case(q_lens=(new,), kv_lens=(keys,), mask="causal" if keys else "all", split_tokens=split_tokens)
+    out, lse = runner.attend(case.build(), sinks=sinks)
+    assert torch.equal(lse == torch.inf, (sinks == torch.inf).expand(new, 4))
+    assert (out[:, sinks == torch.inf] == 0).all()
+    for x, right in zip((out, lse), Runner("reference").attend(case.build(), sinks=sinks), strict=True):
+        assert torch.allclose(x, right, rtol=1e-4, atol=1e-4)
+
+
+@each_compiled
+def test_a_float64_query_is_refused_with_the_reason(runner: Runner) -> None:
+    built = Case().build()
+    with pytest.raises(KernelUnavailable, match="q is float64; it takes float32, bfloat16, float16"):
+        paged_attention(built.q.double(), built.layer, built.batch, backend=runner.backend)
+
+
+def test_one_vector_may_lie_in_all_slots(runner: Runner) -> None:
+    built = Case().build()
+    k, v = (torch.randn(len(built.layer.k), 1, 2, 64).expand(-1, 16, -1, -1) for _ in range(2))
+    runner.check(Case(), built._replace(layer=KVLayer(k, v)))
+
+
+def test_a_pool_without_frames_serves_a_query_that_sees_no_key(runner: Runner) -> None:
+    built = Case(q_lens=(1,), kv_lens=(0,)).build()
+    layer = KVLayer(built.layer.k[:0], built.layer.v[:0])
+    assert (runner.attend(built._replace(layer=layer))[0] == 0).all()
+
+
+@pytest.mark.parametrize("lens", [((), ()), ((0, 0), (0, 9)), ((0, 1, 0), (5, 0, 70)), ((1, 0, 5), (0, 0, 5))], ids=str)
+@pytest.mark.parametrize("split_tokens", [None, 16])
+def test_bounds_may_be_those_of_a_larger_batch(lens: Any, split_tokens: int | None, runner: Runner) -> None:
+    """A captured graph is launched with the bounds of the longest batch: here with one that computes little."""
+    case = Case(*lens, mask="all", split_tokens=split_tokens, padding=2)
+    built = case.build()
+    loose = replace(built.batch, max_seqlen_q=40, max_seqlen_k=max(100, built.batch.max_seqlen_k))
+    runner.check(case, built._replace(batch=loose))
 
 
 @pytest.mark.parametrize("kv", ["fp8_e4m3", "int8"])
@@ -245,15 +373,7 @@ def test_a_scale_may_be_a_number(kv: str, runner: Runner) -> None:
         assert KVLayer(k, v, np.float64(0.5), np.float32(2)).v_scale.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-    for a, b in zip(runner.attend(tensors), runner.attend(numbers), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("scale", [True, "1", 10**400, float("nan"), [1.0]])
-def test_a_scale_that_is_no_number_is_refused(scale: object) -> None:
-    layer = Case(kv="int8/tensor").build().layer
-    with pytest.raises(InvalidRequest, match=r"layer\.v_scale is .*; give a number, a float32 tensor"):
-        KVLayer(layer.k, layer.v, 1.0, scale)  # type: ignore[arg-type]
+    assert_equal(runner.attend(tensors), runner.attend(numbers))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -270,8 +390,7 @@ def test_sinks_and_slopes_may_have_any_float_dtype(dtype: torch.dtype, runner: R
     )
     bound = attend(moved(built.q, runner.device), moved(built.batch, runner.device), return_lse=True)
     for found in (runner.attend(built, **given), runner.attend(built, **given), [x.cpu() for x in bound]):
-        assert torch.equal(found[0], wanted[0])
-        assert torch.equal(found[1], wanted[1])
+        assert_equal(found, wanted)
     given["sinks"].fill_(50.0)  # the functional call reads them each time
     assert (runner.attend(built, **given)[1] > 49).all()
 

@@ -152,16 +152,16 @@ def test_evicted_pages_come_back_from_the_tiers(device: str, kind: str, tmp_path
         space = cache.open(prompt)
         want.append(layers.extend([space], [prompt])[-1])
         space.release()
-        assert cache.tiers.flush(30)
+        assert cache.tiers.flush(600)
     for _ in range(3):
         for prompt, first in zip(prompts, want, strict=True):
-            assert cache.fetch(prompt).wait(30)
+            assert cache.fetch(prompt).wait(600)
             space = cache.open(prompt)
             assert len(space) == 96
             last = layers.extend([space], [prompt[96:]])[-1]
             assert (last - first).abs().max() <= NEAR
             space.release()
-            assert cache.tiers.flush(30)
+            assert cache.tiers.flush(600)
     stats = cache.tiers.stats()
     assert sum(each.loaded for each in stats.values()) > 50
     assert not any(each.corrupt for each in stats.values())
@@ -177,7 +177,7 @@ def test_pages_on_disk_move_between_devices(device: str, tmp_path: Path) -> None
     assert old.tiers.close()
     for target in {"cpu", device}:
         new = on(target)
-        assert new.fetch(prompt).wait(30)
+        assert new.fetch(prompt).wait(600)
         space = new.open(prompt)
         assert len(space) == 96
         assert (Layers(new).extend([space], [prompt[96:]])[-1] - want).abs().max() <= NEAR

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pagedkv import KVLayer, PagedKVError, bind_attention, bind_write, paged_attention
+from pagedkv import PagedKVError, bind_attention, bind_write, paged_attention
 from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import bound, checks, cpu, reference, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
@@ -73,7 +73,9 @@ def refused(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("case", [case for case in SMALL if case.dtype != "float64"], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, case in enumerate(SMALL)], ids=str
+)
 def test_a_bound_call_gives_the_bits_of_the_operator_and_is_not_checked_by_it(
     case: Case, checked: list[object]
 ) -> None:
@@ -155,7 +157,7 @@ def calls(draw: st.DrawFn) -> tuple[Built, dict[str, Any]]:
     return built._replace(q=q, batch=tables), {"tree_mask": tree, "causal": causal, "out": out}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(call=calls())
 def test_the_predicate_of_a_bound_call_agrees_with_the_checks(call: tuple[Built, dict[str, Any]]) -> None:
     built, changes = call
@@ -197,47 +199,6 @@ def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.Mon
     assert "kernel='reference'" in repr(bind_attention(built.layer))
     with pytest.raises(KernelUnavailable, match="runs on cuda"):
         bind_attention(built.layer, backend="cuda")
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"window": 0}, "window is 0; it must be an integer of at least 1"),
-        ({"window": 2.5}, "window is 2.5; give an integer"),
-        ({"split_tokens": 1 << 70}, "split_tokens is 1180591620717411303424; it must be"),
-        ({"softcap": "5"}, "softcap is '5'; it must be a number"),
-        ({"softcap": None}, "softcap is None; it must be a number"),
-        ({"sinks": torch.zeros(6).int()}, r"sinks is int32 \[6\]; it must be a float tensor \[H\]"),
-        ({"alibi_slopes": torch.zeros(2, 3)}, r"alibi_slopes is float32 \[2, 3\]; it must be a float tensor \[H\]"),
-        ({"sinks": [0.0] * 6}, r"sinks is \[0.0, .*; it must be a float tensor"),
-    ]
-    for options, text in wrong:
-        with pytest.raises(InvalidRequest, match=text):
-            bind_attention(built.layer, **options)
-    with pytest.raises(InvalidRequest, match="layer is of type Tensor; give a KVLayer"):
-        bind_attention(built.layer.k)  # type: ignore[arg-type]
-    for _ in range(2):
-        with pytest.raises(InvalidRequest, match="layer is of type Tensor; give a KVLayer"):
-            functional(built._replace(layer=built.layer.k))
-    with pytest.raises(InvalidRequest, match="k and v of a layer are of type Tensor and NoneType; give tensors"):
-        KVLayer(built.layer.k, None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="rope is 10000; give a RotaryTable"):
-        bind_write(built.layer, rope=10000)  # type: ignore[arg-type]
-
-
-WRONG_TYPES = [{"window": 2.5}, {"window": True}, {"causal": 1}, {"softcap": "5"}, {"sinks": True}, {"window": 1 << 70}]
-
-
-@pytest.mark.parametrize("options", WRONG_TYPES, ids=str)
-def test_an_option_of_a_wrong_type_is_treated_as_the_operator_treats_it(options: dict[str, Any]) -> None:
-    built = CASE.build()
-    plain: dict[str, Any] = built.options | {"window": 2, "softcap": 5.0}
-    bound_functional(built, **plain)()
-    try:
-        expected = functional(built._replace(layer=replace(built.layer)), **plain | options)  # a first call
-    except Exception as why:
-        for _ in range(3):
-            with pytest.raises((type(why), TypeError, InvalidRequest)):
-                functional(built, **plain | options)
-    else:  # torch converts it
-        for _ in range(3):
-            assert torch.equal(functional(built, **plain | options), expected)
 
 
 @each_way
@@ -348,17 +309,13 @@ def test_a_layer_or_query_whose_memory_was_freed_is_named(prepare: Callable[...,
         attend()
 
 
-def test_a_copy_of_a_layer_has_no_bound_calls_of_the_first() -> None:
+def test_a_copy_of_a_bound_call_serves_a_layer_of_its_own() -> None:
+    """A copy of a layer has none of the bound calls of the first."""
     built = CASE.build()
     bound_functional(built)
     assert built.layer._bound
-    for other in (copy.copy(built.layer), copy.deepcopy(built.layer), pickle.loads(pickle.dumps(built.layer))):
-        assert other._bound is None
-        assert isinstance(other, KVLayer)
-
-
-def test_a_copy_of_a_bound_call_serves_a_layer_of_its_own() -> None:
-    built = CASE.build()
+    for layer in (copy.copy(built.layer), copy.deepcopy(built.layer), pickle.loads(pickle.dumps(built.layer))):
+        assert layer._bound is None
     attend, store = bind_attention(built.layer, window=3), bind_write(built.layer)
     want = attend(built.q, built.batch)
     attends = [copy.deepcopy(attend), pickle.loads(pickle.dumps(attend))]
@@ -386,18 +343,3 @@ def test_bound_calls_neither_grow_without_bound_nor_keep_a_layer_alive() -> None
         assert gone() is None  # at once: a pool of many GiB must not wait for the garbage collector
     finally:
         gc.enable()
-
-
-def test_wrong_arguments_of_the_extension_are_type_errors() -> None:
-    binding = bind_attention(CASE.build().layer)._binding
-    for call, arguments, text in (
-        (cpu._cpu.attend, (binding,), "takes 12 arguments"),
-        (cpu._cpu.attend, (binding, *[None] * 11), "not the checked arguments of an attention call"),
-        (cpu._cpu.write, (binding, *[None] * 4, True), "not the checked arguments of a write"),
-        (cpu._cpu.copy, (None, None, 1), "no tensor of a checked call"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            call(*arguments)
-    with pytest.raises(ValueError, match="this processor has no avx1024"):
-        cpu._cpu.set_kernel(binding, 1, "avx1024", 1, None)
-    assert cpu._cpu.bind_attention(None, *[None] * 3, 1.0, True, None, None, 0.0, *[None] * 3) is None

@@ -1,4 +1,4 @@
-"""Threads of the CPU backends: the OpenMP team of torch, even beside another runtime; other threads in a fork.
+"""Threads of the CPU backends: the OpenMP team of torch, even with another runtime; other threads in a fork.
 
 A fork does not have the threads of its parent, so OpenMP would wait for them for ever.
 """
@@ -13,15 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.kernels import registry
-
-BACKENDS = [
-    name for name in ("cpu", "numba") if not next(k for k in registry.KERNELS if k.name == name).refuse(registry.Case())
-]
+from tests.kernels.conftest import ON_CPU
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc"),
-    pytest.mark.parametrize("backend", BACKENDS),
+    pytest.mark.parametrize("backend", [name for name in ON_CPU if name != "reference"]),
 ]
 
 BEGIN = """
@@ -47,7 +43,7 @@ def parallel_work():
 def run(code: str, *arguments: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "3", "PAGEDKV_DEBUG": "0"}
     command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return result.stdout.strip()
 
 
@@ -57,7 +53,7 @@ if what == "after a call":
     want = attend()
 pid = os.fork()
 if pid == 0:
-    signal.alarm(60)
+    signal.alarm(600)  # it hangs, however busy the machine is
     try:
         first, second = attend(), attend()
         if what == "after a call":
@@ -79,20 +75,6 @@ def test_a_fork_of_a_process_that_computed_on_threads_computes(backend: str, wha
     assert run(BEGIN + FORK, backend, what) == "the child ended 0"
 
 
-@pytest.mark.slow  # the next test says as much
-def test_a_call_loads_no_second_runtime_and_starts_no_second_team(backend: str) -> None:
-    code = """
-parallel_work()
-before = runtimes(), threads()
-attend()
-parallel_work()
-print((runtimes(), threads()) == before, len(before[0]))
-"""
-    equal, runtimes = run(BEGIN + code, backend, "").split()
-    assert equal == "True"
-    assert int(runtimes) <= 1
-
-
 SECOND = """
 import ctypes, re, sys
 from pathlib import Path
@@ -109,7 +91,7 @@ def torchs_runtimes() -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["global", pytest.param("local", marks=pytest.mark.slow)])
-def test_beside_another_runtime_that_of_torch_computes(backend: str, what: str, tmp_path: Path) -> None:
+def test_with_another_runtime_that_of_torch_computes(backend: str, what: str, tmp_path: Path) -> None:
     """The other runtime is loaded first, and its name sorts first. If it computed, its team would be a second one."""
     torchs = torchs_runtimes()
     if len(torchs) != 1 or "libgomp" not in torchs[0]:

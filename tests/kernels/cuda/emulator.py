@@ -120,7 +120,7 @@ class Emulator:
         self.launches: list[Specialisation] = []
 
     def build(self, kernel: Specialisation) -> ctypes.CDLL:
-        """Return the library of a kernel, which contains an emulator of its own."""
+        """Return the library of a kernel, which contains its emulator."""
         entry = ENTRY.format(
             kernel=kernel.name,
             params=PARAMS[kernel.name],

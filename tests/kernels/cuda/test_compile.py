@@ -101,7 +101,7 @@ def label(value: object) -> str:
 each_architecture = pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=[pytest.mark.slow] * (arch != "sm_90")) for arch in ARCHITECTURES]
 )
-QUICK = [(TYPICAL, arch) for arch in ("sm_80", "sm_90")] + [(wish, "sm_90") for wish in VARIANTS[1::12]]
+QUICK = [(wish, "sm_90") for wish in VARIANTS[::16]]
 REST = [(wish, arch) for wish in VARIANTS for arch in ARCHITECTURES if (wish, arch) not in QUICK]
 
 
@@ -143,7 +143,7 @@ SPILLS = {
         ("sm_120", 0): 24, ("sm_120", 2): 124,
     },
 }  # fmt: skip
-"""Bytes of local memory that kernels need whose results fill the registers, by architecture and runs of pages: the most
+"""Bytes of local memory of kernels that fill the registers with results, by architecture and runs of pages: the most
 with NVRTC 13.0, 13.1 and 13.5, which differ. All other kernels need none."""
 
 SPILLS_OF_NVRTC_13_0 = {("bfloat16-bfloat16 256/256 rows>=1 scales=0", "sm_90", 2): 8}
@@ -156,10 +156,6 @@ def spills_of(wish: Wish, arch: str, page_runs: int) -> int:
 
     of_13_0 = SPILLS_OF_NVRTC_13_0 if nvrtc.getVersion() < (13, 1) else {}
     return of_13_0.get((label(wish), arch, page_runs), SPILLS.get(label(wish), {}).get((arch, page_runs), 0))
-
-
-def test_each_kernel_that_may_spill_is_compiled() -> None:
-    assert set(SPILLS) <= {label(wish) for wish in VARIANTS}
 
 
 @pytest.mark.parametrize(("wish", "arch", "page_runs"), JOBS, ids=label)
@@ -197,8 +193,8 @@ MOVES: dict[str, tuple[Specialisation, int]] = {
 @pytest.mark.parametrize(
     ("move", "arch"),
     [
-        pytest.param(move, arch, marks=[pytest.mark.slow] * (arch != "sm_90"))
-        for move in MOVES
+        pytest.param(move, arch, marks=[pytest.mark.slow] * (arch != "sm_90" or number % 4 > 0))
+        for number, move in enumerate(MOVES)
         for arch in ARCHITECTURES
     ],
 )
@@ -294,7 +290,7 @@ WRITTEN_TWICE = {(("bfloat16", "int4", 64, 1, 2), "sm_100")}
 @pytest.mark.parametrize(
     ("kind", "arch"),
     [
-        pytest.param(kind, arch, marks=[] if place in (0, 5) and arch == "sm_90" else pytest.mark.slow)
+        pytest.param(kind, arch, marks=[pytest.mark.slow] * ((place, arch) != (0, "sm_90")))
         for place, kind in enumerate(LIMITS)
         for arch in ("sm_90", "sm_100")
     ],
@@ -320,7 +316,7 @@ def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(
     in_flight = kernel.blocks * kernel.threads // 32 * sass.bytes_in_flight(way)
     assert in_flight >= 42_000 or dim < 128, "bytes in flight of an SM: 1.3 us at 4.3 TB/s want 42 KB"
     keys_and_values = kernel.blocks * 4 * (kernel.stages - 1) * 2 * row_bytes * times
-    assert keys_and_values <= in_flight <= (1 + scales * 4 / (dim * BITS[kv] / 8)) * keys_and_values, "beside scales"
+    assert keys_and_values <= in_flight <= (1 + scales * 4 / (dim * BITS[kv] / 8)) * keys_and_values, "without scales"
 
 
 def test_a_cta_that_finds_its_share_looks_up_its_first_page_after_one_load() -> None:
@@ -332,35 +328,3 @@ def test_a_cta_that_finds_its_share_looks_up_its_first_page_after_one_load() -> 
     assert len(before) >= 12
     assert len(after) <= 3
     assert len(way) <= 380, "instructions, but for the loop over the lengths"
-
-
-LOOP = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_0:
-        /*0010*/              @!P0 BRA `(.L_x_1) ;
-        /*0020*/                   FMUL R2, R2, R3 ;
-        /*0030*/                   FMUL R2, R2, R3 ;
-.L_x_1:
-        /*0040*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
-        /*0050*/                   LDGSTS.E.128 [R1], [R2.64] ;
-        /*0060*/               @P1 BRA `(.L_x_1) ;
-        /*0070*/               @P2 BRA `(.L_x_0) ;
-        /*0080*/                   EXIT ;
-"""
-
-
-def test_bytes_in_flight_are_the_copies_of_a_tile_and_of_the_tiles_that_are_not_waited_for() -> None:
-    text = LOOP.replace("HMMA.16816.F32 R4, R8, R10, R4", "DEPBAR.LE SB0, 0x2")
-    way = [i for i in sass.parsed(text) if i.kind in ("DEPBAR", "LDGSTS")]
-    assert sass.bytes_in_flight(way) == 32 * 16 * 3
-    with pytest.raises(InvalidRequest, match="waits for no copies"):
-        sass.bytes_in_flight(sass.parsed(LOOP))
-
-
-def test_the_steady_tile_is_the_shortest_way_with_all_products_and_copies() -> None:
-    code = sass.parsed(LOOP)
-    assert [i.kind for i in sass.steady_tile(code, {sass.PRODUCT: 1, sass.COPY: 1})] == ["HMMA", "LDGSTS", "BRA"]
-    twice = sass.steady_tile(code, {sass.PRODUCT: 2, sass.COPY: 2})
-    assert [i.kind for i in twice] == ["BRA", *["HMMA", "LDGSTS", "BRA"] * 2, "BRA"]
-    with pytest.raises(InvalidRequest, match="no loop of this code"):
-        sass.steady_tile(code, {sass.PRODUCT: 1, sass.COPY: 2})

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import itertools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +20,6 @@ from pagedkv.kernels.cuda import driver as cuda_driver
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
 from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver
 from pagedkv.kernels.cuda.moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
-from pagedkv.kernels.cuda.specialisation import CopySpecialisation
 from tests.cases import Case, call_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator, compiled
 
@@ -54,7 +51,7 @@ class Recorder:
         self.current, self.capturing, self.stream_handle = TORCH_CONTEXT, False, 0x5000
         self.emulator, self.run = emulator, emulator is not None
         self.driver = Driver(self, self)  # type: ignore[arg-type]
-        self.beside = False
+        self.is_relaxed = False
         self.chunks: list[torch.Tensor] = []
         self.kept: list[int] = []  # its address, of each launch of attention
         self.streams = {0x5000: 1, 0x6000: 2}  # the number of each handle
@@ -92,12 +89,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def beside_captures(self) -> Iterator[None]:
-        self.beside = True
+        self.is_relaxed = True
         yield
-        self.beside = False
+        self.is_relaxed = False
 
     def moduleLoadData(self, cubin: bytes) -> int:
-        assert self.beside, "another thread may be capturing"
+        assert self.is_relaxed, "another thread may be capturing"
         assert self.current == TORCH_CONTEXT, "a module belongs to the current context"
         self.calls.append(("moduleLoadData", cubin))
         return 100 + len(self.loaded)
@@ -167,15 +164,11 @@ def attend_nowhere(recorder: Recorder) -> None:
     attention.attend(call_of(Case(dtype="bfloat16").build()), recorder.driver)
 
 
-def test_a_thread_without_a_context_is_given_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    recorder.current = 0
-    attend_nowhere(recorder)
-    assert recorder.current == TORCH_CONTEXT
-
-
 def test_another_device_s_context_is_put_back_even_if_the_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
+    recorder.current = 0  # a thread without a context is given torch's
+    attend_nowhere(recorder)
+    assert recorder.current == TORCH_CONTEXT
     recorder.current = OTHER_CONTEXT
     attend_nowhere(recorder)
     assert recorder.current == OTHER_CONTEXT
@@ -270,31 +263,6 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
     assert recorder.launches == []
 
 
-@pytest.mark.parametrize(
-    ("split_tokens", "some"),
-    [(None, True), (16, True), (1 << 20, False)],
-)
-def test_tickets_are_kept_where_ctas_share_units_and_the_last_one_merges(
-    split_tokens: int | None, some: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = Recorder(monkeypatch)
-    built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
-    (launch,) = attention._launches_of(call_of(built), recorder.driver)
-    assert (launch.words > attention.RECORD_WORDS * launch.blocks) == some
-
-
-def test_layers_of_a_step_are_launches_of_one_kind_and_steps_of_other_options_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recorder, case = Recorder(monkeypatch), Case(dtype="bfloat16")
-
-    def kind(**changes: Any) -> int:
-        return attention._launches_of(call_of(replace(case, **changes).build()), recorder.driver)[0].kind
-
-    assert kind() == kind(q_lens=(1, 1), kv_lens=(40, 40)) == kind(block_size=32)
-    assert len({kind(), kind(window=16), kind(split_tokens=16), kind(heads=(4, 4)), kind(mask="all")}) == 5
-
-
 def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> cuda_driver._TorchDevice:
     """Return the `TorchDevice` of a device that this machine does not have."""
     from cupy.cuda import runtime
@@ -302,87 +270,6 @@ def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> cuda_driver._TorchD
     monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, device: 1000 * device + attribute)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
     return cuda_driver._TorchDevice(torch.device("cuda", index))
-
-
-@pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
-def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_handle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from cupy.cuda import driver
-
-    library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
-    monkeypatch.setattr(streams, "_library", lambda: library)
-    captured = {0x5000: False, 0x6000: True}
-    device = torch_of(3, monkeypatch)
-    monkeypatch.setattr(device, "is_capturing", lambda stream: captured.get(stream, False))
-    orders = []
-    for handle in (0, 0x5000, 0x6000):
-        monkeypatch.setattr(device, "stream", lambda handle=handle: handle)
-        orders.append(device.order())
-    assert orders == [(0, 0), (0, 0x5000 + 1), (0x6000 + 2, 0x6000)]
-    raised: list[int] = []
-    monkeypatch.setattr(driver, "check_status", raised.append)
-    streams.number_of(0x7000)
-    streams.capture_of(0x7000)
-    assert raised == [400, 400], "the driver's status must be checked"
-    monkeypatch.setattr(streams, "_library", lambda: object())  # a driver before 12.0
-    assert streams.number_of(0x5000) == 0x5000
-
-
-def test_more_than_48_kb_of_shared_memory_is_requested_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    recorder.driver.launch(CopySpecialisation(16, 96 << 10), 5, bytes(COPY_LAYOUT.size))
-    assert ("funcSetAttribute", recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96 << 10) in recorder.calls
-    assert recorder.launches == [(1, 5, 128, 96 << 10)]
-
-
-PROBE = """
-#include "params.h"
-{checks}
-extern "C" __global__ void probe() {{}}
-"""
-
-
-def offsets() -> list[str]:
-    """Return C++ assertions: the offsets of `AttentionParams` and the sizes of all structures, as Python packs them."""
-    lines, at = [], 0
-    for code, name in zip(LAYOUT.format.strip("@x4") and expanded(LAYOUT.format), PARAMS, strict=True):
-        size = {"Q": 8, "q": 8, "i": 4, "f": 4}[code]
-        lines.append(f'static_assert(__builtin_offsetof(AttentionParams, {name}) == {at}, "{name}");')
-        at += size
-    sizes = {
-        "AttentionParams": LAYOUT,
-        "WriteParams": WRITE_LAYOUT,
-        "CopyParams": COPY_LAYOUT,
-        "MergeParams": MERGE_LAYOUT,
-    }
-    return lines + [f'static_assert(sizeof({name}) == {layout.size}, "{name}");' for name, layout in sizes.items()]
-
-
-def expanded(format: str) -> str:
-    """Return a format with its counts written out and padding left out: "@2Q3i4x" becomes "QQiii"."""
-    codes, count = "", ""
-    for letter in format[1:]:
-        if letter.isdigit():
-            count += letter
-        else:
-            codes += letter * int(count or 1) if letter != "x" else ""
-            count = ""
-    return codes
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_the_device_compiler_lays_params_out_as_python_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy.cuda import nvrtc
-
-    try:
-        offers_offsets = nvrtc.getVersion() >= (13, 1)  # 13.0 does not know __builtin_offsetof
-    except (RuntimeError, OSError, ImportError) as why:
-        pytest.skip(f"no NVRTC library here: {why}")
-    checks = [line for line in offsets() if offers_offsets or "offsetof" not in line]
-    texts = dict(compiler._sources()) | {"probe.cuh": PROBE.format(checks="\n".join(checks))}
-    monkeypatch.setattr(compiler, "_sources", lambda: texts)
-    assert compiler.compile_cubin("probe", {}, "sm_90").cubin[:4] == b"\x7fELF"
 
 
 HEADER = """
@@ -406,14 +293,39 @@ extern "C" int cuThreadExchangeStreamCaptureMode(int* wanted) {
 """A stand-in for the driver: a capture mode, and numbers of streams and captures, of all streams but 0x7000."""
 
 
-@pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
-def test_memory_is_allocated_in_a_capture_mode_that_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy.cuda import driver
-
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> tuple[ctypes.CDLL, list[int]]:
+    """The stand-in, and the statuses that were checked."""
+    if not COMPILER:
+        pytest.skip("the stand-in needs g++")
+    driver, raised = pytest.importorskip("cupy.cuda.driver"), list[int]()
     library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
     monkeypatch.setattr(streams, "_library", lambda: library)
-    raised: list[int] = []
     monkeypatch.setattr(driver, "check_status", raised.append)
+    return library, raised
+
+
+def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_handle(
+    stand_in: tuple[ctypes.CDLL, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = {0x5000: False, 0x6000: True}
+    device = torch_of(3, monkeypatch)
+    monkeypatch.setattr(device, "is_capturing", lambda stream: captured.get(stream, False))
+    orders = []
+    for handle in (0, 0x5000, 0x6000):
+        monkeypatch.setattr(device, "stream", lambda handle=handle: handle)
+        orders.append(device.order())
+    assert orders == [(0, 0), (0, 0x5000 + 1), (0x6000 + 2, 0x6000)]
+    stand_in[1].clear()
+    streams.number_of(0x7000)
+    streams.capture_of(0x7000)
+    assert stand_in[1] == [400, 400], "the driver's status must be checked"
+    monkeypatch.setattr(streams, "_library", lambda: object())  # a driver before 12.0
+    assert streams.number_of(0x5000) == 0x5000
+
+
+def test_memory_is_allocated_in_a_capture_mode_that_is_restored(stand_in: tuple[ctypes.CDLL, list[int]]) -> None:
+    library, raised = stand_in
     mode = ctypes.c_int.in_dll(library, "mode")
     with contextlib.suppress(MemoryError), streams.beside_captures():
         assert mode.value == streams.RELAXED

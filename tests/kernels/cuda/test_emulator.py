@@ -198,22 +198,3 @@ def test_a_product_of_fragments_is_the_product_of_matrices(dtype: torch.dtype, l
     for i in range(4):
         start[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] = float(i + 1)
     np.testing.assert_allclose(out, a.float() @ b.float() + start, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_floats_round_as_torch_does(dtype: torch.dtype, library: ctypes.CDLL) -> None:
-    half = dtype == torch.float16
-    to_float, from_float = (getattr(library, name) for name in ("_ZN4simt8to_floatEtb", "_ZN4simt10from_floatEfb"))
-    to_float.restype, to_float.argtypes = ctypes.c_float, [ctypes.c_uint16, ctypes.c_bool]
-    from_float.restype, from_float.argtypes = ctypes.c_uint16, [ctypes.c_float, ctypes.c_bool]
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    mine = torch.tensor([to_float(bits, half) for bits in range(1 << 16)])
-    assert torch.equal(mine.nan_to_num(7.0, 8.0, 9.0), every.nan_to_num(7.0, 8.0, 9.0))
-    numbers = torch.cat(
-        [
-            torch.randn(4000) * 10.0 ** torch.randint(-9, 6, (4000,)),
-            torch.tensor([0.0, -0.0, 65519.9, 65520.0, 1e30, -torch.inf]),
-        ]
-    )
-    expected = (numbers.to(dtype).view(torch.int16).int() & 0xFFFF).tolist()
-    assert [from_float(float(x), half) for x in numbers] == expected

@@ -1,6 +1,6 @@
 """The tests catch a kernel with one planted mistake, by a fault of the emulator or by a wrong result.
 
-A mistake replaces a text that must occur in the sources exactly once, so a test whose text is gone fails too.
+A mistake replaces a text that must occur in the sources exactly once, so a test fails if its text is gone.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ MOVING = {
         "write_kv.cuh", "at = slot - frame * size;", "at = size - 1 - (slot - frame * size);"
     ),
     "the largest of half a vector": Planted("write_kv.cuh", "bits = LANES / 2;", "bits = LANES / 4;"),
-    "every lane stores a scale of its own": Planted(
+    "every lane stores another scale": Planted(
         "write_kv.cuh", "scale = ptx::divide(ptx::as_float(largest), QMAX);", "scale = lane + 1.0f;"
     ),
     "turned by the angle of another token": Planted(

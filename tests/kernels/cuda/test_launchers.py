@@ -1,4 +1,4 @@
-"""A launcher serves each call with its own memory, and computes launches anew for each fact that they depend on."""
+"""A launcher serves each call with its own memory, and computes launches again for each fact that they depend on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_extension = pytest.mark.skipif(cpu._cpu is None, reason="the extension ser
 
 
 def shifted(x: Tensor, elements: int) -> Tensor:
-    """The same tensor, of the same strides, whose memory begins `elements` later than 64 bytes' alignment."""
+    """The same tensor, of the same strides. Its memory begins `elements` later than 64 bytes' alignment."""
     buffer = torch.zeros(x.untyped_storage().nbytes() // x.element_size() + elements + 64, dtype=x.dtype)
     begin = -buffer.data_ptr() // x.element_size() % (64 // x.element_size()) + elements
     moved = buffer[begin:].as_strided(x.shape, x.stride())

@@ -29,7 +29,7 @@ def library(name: str) -> str | None:
 def test_nothing_undefined_happens_on_the_host(which: str) -> None:
     asan = library("libasan.so")
     if asan is None:
-        pytest.skip("no libasan beside g++ here")
+        pytest.skip("g++ has no libasan here")
     quiet = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "OMP_NUM_THREADS": "1"}
     env = os.environ | quiet | {"LD_PRELOAD": asan, "SIMT_SANITIZE": "address,undefined"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", which]

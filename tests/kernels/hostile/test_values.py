@@ -7,18 +7,21 @@ says which results stay finite, and which numbers they have.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.cases import Built, Case, as_bytes
+from tests.kernels.conftest import COMPILED, WAYS, Runner, param
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 
 if TYPE_CHECKING:
-    from tests.kernels.conftest import Runner
+    from collections.abc import Iterator
 
 CHUNKS = Case(q_lens=(1, 9, 40), kv_lens=(60, 50, 90))
 HIDDEN = (
@@ -74,16 +77,23 @@ def planted(built: Built, number: float) -> Built:
     return built._replace(layer=layer)
 
 
+@lru_cache(maxsize=2)
+def hidden(case: Case, number: float) -> tuple[Built, np.ndarray, float]:
+    """Return the case with `number` planted, its results, and the error that is allowed: once for all kernels."""
+    built = case.build()
+    poisoned = planted(built, number)
+    with np.errstate(invalid="ignore"):
+        right = oracle(poisoned).out
+    return poisoned, right, allowed_error(case, oracle(built).out, same_precision(built).out)
+
+
 def check_hidden_values(case: Case, runner: Runner, number: float = torch.nan) -> None:
     """Compare a kernel with the oracle, element by element: equally finite, and equal where finite.
 
     If `runner.spoils_rows`, a query and head that sees such a value may be NaN in all columns, not only in that of the
     value.
     """
-    built = case.build()
-    low, yardstick, poisoned = same_precision(built).out, oracle(built).out, planted(built, number)
-    with np.errstate(invalid="ignore"):
-        right = oracle(poisoned).out
+    poisoned, right, allowed = hidden(case, number)
     finite = np.isfinite(right)
     assert finite.any()
     assert not finite.all()
@@ -95,35 +105,40 @@ def check_hidden_values(case: Case, runner: Runner, number: float = torch.nan) -
         assert np.isfinite(out)[finite].all()
     else:
         assert (np.isfinite(out) == finite).all()
-    assert np.abs(out[finite] - right[finite]).max() <= allowed_error(case, yardstick, low)
+    assert np.abs(out[finite] - right[finite]).max() <= allowed
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("case", HIDDEN, ids=str)
+def jobs() -> Iterator[Any]:
+    """Yield (case, number, runner). Quick are NaN, with instruction sets and teams of threads; a fourth of the cases
+    with slow runners; and infinity with a third of the cases."""
+    for position, case in enumerate(HIDDEN):
+        for number, each in itertools.product((torch.nan, torch.inf), [*COMPILED, param(Runner("reference"))]):
+            is_nan = number is torch.nan
+            is_quick = position % 4 == is_nan if each.values[0].is_slow else is_nan or position % 3 == 0
+            marks = [*each.marks, *[pytest.mark.slow] * (not is_quick)]
+            yield pytest.param(case, number, *each.values, id=f"{case}-{number}-{each.id}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "number", "runner"), list(jobs()), indirect=["runner"])
 def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(case: Case, number: float, runner: Runner) -> None:
     check_hidden_values(case, runner, number)
 
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_value_that_a_tree_hides_from_a_single_query_does_not_reach_it(seen: bool, runner: Runner) -> None:
-    check_hidden_tree(runner, seen=seen)
-
-
-def check_hidden_tree(runner: Runner, *, seen: bool) -> None:
-    """Let a single query not see its own token, or the token before, and plant a NaN there."""
+    """A single query does not see its own token, or the token before, where there is a NaN."""
     built = Case(q_lens=(1,), kv_lens=(20,), heads=(2, 1), mask="tree").build()
     built.options["tree_mask"][:] = False
     built.layer.v[built.batch.block_table[0, 1], 2 if seen else 3, 0, 0] = torch.nan
     assert runner.attend(built)[0].isnan().any() == seen
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("runner", WAYS, indirect=True)
 @pytest.mark.parametrize("q_lens", [(40,), (6,), (3,)])
 def test_a_hidden_value_reaches_nothing_where_keys_are_cut_among_threads(
-    q_lens: tuple[int, ...], threads: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
+    q_lens: tuple[int, ...], runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if runner.spoils_rows and q_lens == (3,):
-        pytest.skip("all queries see one of the values, so no row stays finite")
-    monkeypatch.setenv("PAGEDKV_NUM_THREADS", str(threads))
     case = Case(q_lens=q_lens, kv_lens=(6000,), heads=(4, 1), dtype="bfloat16", layout="HND")
-    check_hidden_values(case, runner)
+    for threads in ("1", "4"):
+        monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
+        check_hidden_values(case, runner)

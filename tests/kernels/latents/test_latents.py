@@ -32,7 +32,7 @@ def cache_of(
 
 
 def stored(cache: PagedKVCache, latents: Tensor, layer: int = 0) -> PagedBatch:
-    """The batch of one sequence whose latents [n, 80] are in the cache."""
+    """The batch of one sequence. Its latents [n, 80] are in the cache."""
     batch = cache.plan(np.array([cache.open().detach()]), [len(latents)])
     write_kv(latents[:, None], None, cache[layer], batch[layer], backend=cache.backend)
     cache.commit(batch, range(len(latents)))
@@ -94,15 +94,6 @@ def test_a_store_of_keys_alone_is_a_store_of_keys(kv: str | None, runner: Runner
         assert ours.v_scale.data_ptr() == ours.k_scale.data_ptr()
 
 
-def test_a_layer_that_is_moved_keeps_its_values_within_its_keys() -> None:
-    """Else no kernel would be asked on a GPU for values within keys."""
-    layer = empty_layer(Case(kv="int4/token_head", dims=(80, 64), heads=(1, 1), layout="mla"), 4)
-    there = moved(layer, "meta")
-    assert there.v._base is there.k
-    assert (there.v.shape, there.v.stride()) == (layer.v.shape, layer.v.stride())
-    assert there.v_scale is there.k_scale
-
-
 @pytest.mark.parametrize("kv", KINDS)
 def test_a_bound_store_of_latents_stores_the_same(kv: str | None) -> None:
     new, slots = torch.randn(6, 1, 80), torch.tensor([7, -1, 0, 13, 2, 9])
@@ -122,13 +113,6 @@ def test_a_value_is_refused_where_it_would_replace_the_scale_of_its_key() -> Non
         with pytest.raises(InvalidRequest, match="have the same scales, as values lie in keys; give v=None"):
             store(new, new[..., :64], slots)
     assert not quantised.k.any()
-
-
-def test_keys_alone_are_refused_by_a_layer_with_values_of_its_own() -> None:
-    layer = empty_layer(Case(), 4)
-    for store in (lambda *x: write_kv(*x[:2], layer, x[2]), bind_write(layer)):
-        with pytest.raises(InvalidRequest, match="layer.v is not the first part of layer.k with the same scales"):
-            store(torch.randn(1, 2, 64), None, torch.tensor([3]))
 
 
 @pytest.mark.parametrize("kv", KINDS)
@@ -155,11 +139,11 @@ def test_latents_survive_forks_resizes_and_tiers(kv: str | None, monkeypatch: py
         assert torch.equal(k.view(2, 11, 1, 80)[:, :10], right[layer][0].expand(2, 10, 1, 80))
         assert torch.equal(k[..., :64], v)
     cache.abort(after)
-    assert cache.tiers.flush(20)
+    assert cache.tiers.flush(600)
     a.release()
     b.release()
     cache.evict(24)
-    assert cache.fetch(tokens).wait(20)
+    assert cache.fetch(tokens).wait(600)
     found = cache.open(tokens)
     assert len(found) == 8
     again = cache.plan([found], [0])

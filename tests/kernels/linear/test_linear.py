@@ -6,6 +6,7 @@ twice as far as torch's own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu as extension
 from pagedkv.kernels import linear
-from pagedkv.kernels.linear import cpu
+from pagedkv.kernels.linear import Matrix, cpu
 from pagedkv.kernels.linear.reference import Operations
 
 CPU = torch.device("cpu")
@@ -28,6 +29,11 @@ SIZES = (
     (4, 2048, 50), (12, 2081, 52),
 )  # fmt: skip
 """(tokens, columns of x, rows of W): whole vectors, rests of every kind, one number, and several blocks of columns."""
+OF_GROUPS = ((1, 1024, 512), (3, 64, 37), (8, 192, 96), (5, 320, 6), (17, 256, 130), (2, 64, 1), (7, 128, 22))
+"""The same for integers: one group and several, an even number of them and an odd one."""
+KINDS = ("", "int8", "int4")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 EPS = 1e-6
 reference = Operations()
 Result = tuple[Tensor, ...]
@@ -43,7 +49,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Serving:
-    """The extension, each of whose functions must serve the call."""
+    """The extension. Each of its functions must serve the call."""
 
     def __getattr__(self, name: str) -> Any:
         run = getattr(extension.extension(), name)
@@ -65,6 +71,12 @@ def native(isa: str) -> cpu.Native:
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def weights_of(kind: str, n: int, k: int, dtype: torch.dtype) -> Any:
+    """Return W of the dtype, or of integers."""
+    of = numbers(n, k, dtype=torch.float32 if kind else dtype, seed=1, scale=k**-0.5)
+    return Matrix.quantised(of, kind) if kind else of
 
 
 def wide(x: Any) -> Any:
@@ -105,14 +117,20 @@ def rotated(operations: Any) -> Callable[..., Tensor]:
     return run
 
 
-@pytest.mark.parametrize("norm_dtype", [None, "same", torch.float32], ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "norm_dtype", "has_bias"),
+    [
+        *(("", *of) for of in itertools.product((None, "same", torch.float32), (False, True))),
+        *((kind, "same", True) for kind in KINDS[1:]),
+    ],
+    ids=str,
+)
+@each_dtype
 def test_operations_are_those_of_the_definition(
-    native: cpu.Native, dtype: torch.dtype, has_bias: bool, norm_dtype: Any
+    native: cpu.Native, dtype: torch.dtype, kind: str, norm_dtype: Any, has_bias: bool
 ) -> None:
-    for tokens, k, n in SIZES:
-        x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1, scale=k**-0.5)
+    for tokens, k, n in OF_GROUPS if kind else SIZES:
+        x, weights = numbers(tokens, k, dtype=dtype), weights_of(kind, n, k, dtype)
         bias = numbers(n, dtype=dtype, seed=2) if has_bias else None
         in_dtype = dtype if norm_dtype == "same" else norm_dtype
         norm, out_norm = (
@@ -129,7 +147,7 @@ def test_operations_are_those_of_the_definition(
                 compare(native.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("norm_dtype", [None, "same", torch.float32], ids=str)
 def test_heads_are_normed_and_rotated_as_in_the_definition(
     native: cpu.Native, dtype: torch.dtype, norm_dtype: Any
@@ -146,7 +164,7 @@ def test_heads_are_normed_and_rotated_as_in_the_definition(
         assert torch.equal(rotated(native)(*args)[:, values:], qkv[:, values:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 def test_extreme_gates_are_finite(native: cpu.Native, dtype: torch.dtype) -> None:
     """For a gate of +-x and an `up` of 1."""
     largest = torch.finfo(dtype).max
@@ -159,13 +177,13 @@ def test_extreme_gates_are_finite(native: cpu.Native, dtype: torch.dtype) -> Non
             torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_kind
+@each_dtype
 def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, k, n = 21, 1100, 4 * 300
-    x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
-    norm = numbers(k, dtype=dtype, seed=2)
+    tokens, k, n = 21, 1088, 4 * 300
+    x, weights, norm = numbers(tokens, k, dtype=dtype), weights_of(kind, n, k, dtype), numbers(k, dtype=dtype, seed=2)
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
     one = cpu.Native()
     alone = [one.norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
@@ -176,7 +194,7 @@ def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
             assert torch.equal(together, torch.cat(alone[:count]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize(("tokens", "k", "n"), [(3, 16_384, 16), (1, 64, 3000), (8, 256, 1999)])
 def test_each_row_is_computed_by_any_number_of_threads(
     isa: str, dtype: torch.dtype, tokens: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch
@@ -200,17 +218,31 @@ def among_poison(x: Tensor) -> Tensor:
     return inner[0] if x.dim() == 1 else inner
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_beside_the_tensors_is_read_or_written(native: cpu.Native, dtype: torch.dtype) -> None:
-    for tokens, k, n in SIZES:
-        x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
+def among_others(weights: Any) -> list[Any]:
+    """Return equal weights among NaN, or among other integers: integers have no NaN."""
+    if isinstance(weights, Tensor):
+        return [among_poison(weights)]
+    found, (n, columns) = [], weights.stored.shape
+    for filler in (0x5A, 0xE1):
+        around = torch.full((n + 2, columns + 5), filler, dtype=torch.uint8).view(weights.stored.dtype)
+        around[1:-1, 2 : 2 + columns] = weights.stored
+        found.append(Matrix(around[1:-1, 2 : 2 + columns], among_poison(weights.scales)))
+    return found
+
+
+@each_kind
+@each_dtype
+def test_only_the_tensors_are_read_and_written(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
+    for tokens, k, n in OF_GROUPS if kind else SIZES:
+        x, weights = numbers(tokens, k, dtype=dtype), weights_of(kind, n, k, dtype)
         bias, norm = numbers(n, dtype=dtype, seed=2), numbers(k, dtype=dtype, seed=3)
         wanted = native.norm_linear(x, norm, weights, bias, EPS)
-        out = among_poison(torch.zeros(tokens, n, dtype=dtype))
-        given = map(among_poison, (x, norm, weights, bias))
-        assert torch.equal(native.norm_linear(*given, EPS, out), wanted)
-        around = out.as_strided((tokens + 2, n + 5), out.stride(), 0)
-        assert int(around.isnan().sum()) == around.numel() - tokens * n
+        x, norm, bias = map(among_poison, (x, norm, bias))
+        for among in among_others(weights):
+            out = among_poison(torch.zeros(tokens, n, dtype=dtype))
+            assert torch.equal(native.norm_linear(x, norm, among, bias, EPS, out), wanted)
+            around = out.as_strided((tokens + 2, n + 5), out.stride(), 0)
+            assert int(around.isnan().sum()) == around.numel() - tokens * n
 
 
 def test_a_nan_stays_with_its_token(native: cpu.Native) -> None:
@@ -298,21 +330,6 @@ def test_weights_are_widened_where_torch_is_slow(is_fast: bool, monkeypatch: pyt
     assert type(linear.choose(CPU, torch.bfloat16, many, "cpu")) is expected
     for args in ((CPU, torch.float32, many), (CPU, torch.bfloat16, many, "reference"), ("meta", torch.bfloat16, many)):
         assert type(linear.choose(torch.device(args[0]), *args[1:])) is Operations  # type: ignore[arg-type]
-    linear._CHOSEN.clear()
-    x, weights = torch.randn(many, 64).bfloat16(), torch.randn(8, 64).bfloat16()
-    served = []
-
-    def product(*args: Any) -> Tensor:
-        served.append(args)
-        return Operations._product(*args)
-
-    monkeypatch.setattr(cpu.Widened, "_product", product)
-    assert linear.linear(x.view(3, -1, 64), weights).shape == (3, many // 3, 8)
-    assert len(served) == (not is_fast)
-    monkeypatch.setattr(cpu, "MOST_TOKENS", 0)  # a benchmark asks for torch's products, after others were chosen
-    assert linear.linear(x, weights).shape == (many, 8)
-    assert len(served) == (not is_fast)
-    linear._CHOSEN.clear()
 
 
 def test_results_may_lie_on_their_input() -> None:
@@ -342,10 +359,3 @@ def test_results_may_lie_on_their_input() -> None:
 def test_destinations_and_sizes_that_no_memory_has_are_refused(call: Callable[[cpu.Native, Tensor], None]) -> None:
     with pytest.raises(RuntimeError):
         call(cpu.Native(), torch.ones(3, 8))
-
-
-def test_a_call_with_no_thread_is_not_served() -> None:
-    tensors = (torch.ones(2, 8), None, torch.ones(4, 8), None, None, torch.ones(2, 4))
-    assert extension.extension().linear(0, *tensors, EPS, "portable", 1)
-    for threads in (0, -1, 2**32):
-        assert extension.extension().linear(0, *tensors, EPS, "portable", threads) is None

@@ -1,4 +1,4 @@
-"""Weights of integers: their values, and the C++ operations against the definition on every instruction set."""
+"""Weights of integers: their values, and what the laws of test_linear.py do not show of their operations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from pagedkv.kernels.linear import Matrix, cpu
 from tests.kernels.linear.test_linear import (
     DTYPES,
     EPS,
-    added,
-    among_poison,
-    compare,
     isa,
     native,
     numbers,
@@ -26,9 +23,6 @@ __all__ = ["isa", "native"]  # fixtures
 
 KINDS = ("int8", "int4")
 LARGEST = {"int8": 127, "int4": 7}
-SIZES = ((1, 1024, 512), (3, 64, 37), (8, 192, 96), (5, 320, 6), (17, 256, 130), (2, 64, 1), (7, 128, 22))
-"""(tokens, columns of x, rows of W): one group and several, an even number of them and an odd one."""
-
 needs_extension = pytest.mark.skipif(bool(extension.missing()), reason="the C++ extension is not built")
 
 
@@ -81,23 +75,6 @@ def test_a_group_that_is_no_number_becomes_nan(kind: str, bad: float) -> None:
 @needs_extension
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_operations_are_those_of_the_definition(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
-    for tokens, k, n in SIZES:
-        x, weights, bias = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(n, dtype=dtype, seed=2)
-        norm, out_norm = (1.0 + numbers(size, dtype=dtype, seed=3, scale=0.1) for size in (k, n))
-        compare(native.norm_linear, reference.norm_linear, x, norm, weights, bias, EPS, dtype=dtype)
-        compare(native.logits, reference.logits, x, norm, weights, EPS, dtype=dtype)
-        residual = numbers(tokens, n, dtype=dtype, seed=4)
-        for last in (None, out_norm):
-            compare(added(native), added(reference), residual, x, weights, None, last, EPS, dtype=dtype)
-        if n % 2 == 0:
-            args = (3 * x, norm, weights, bias, EPS, "silu")
-            compare(native.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
-
-
-@needs_extension
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_integer_in_every_column_is_multiplied(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
     """For an x that is 1 in one column, y is that column of W."""
     largest = LARGEST[kind]
@@ -111,40 +88,6 @@ def test_every_integer_in_every_column_is_multiplied(native: cpu.Native, dtype: 
         assert torch.equal(
             native.norm_linear(x, None, weights, None, EPS).float(), integers.float().T[first : first + 32]
         )
-
-
-@needs_extension
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
-    isa: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens, k, n = 11, 1024, 4 * 300
-    x, weights, norm = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(k, dtype=dtype, seed=2)
-    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
-    alone = [cpu.Native().norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
-    for threads in ("1", "2", "3"):
-        monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
-        for count in (2, 3, 4, 7, 11):
-            together = cpu.Native().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
-            assert torch.equal(together, torch.cat(alone[:count]))
-
-
-@needs_extension
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_beside_the_tensors_is_read_or_written(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
-    """Integers have no NaN: beside them lie other integers in one run and different ones in the next."""
-    for tokens, k, n in SIZES:
-        x, weights, norm = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(k, dtype=dtype, seed=3)
-        wanted = native.norm_linear(x, norm, weights, None, EPS)
-        for filler in (0x5A, 0xE1):
-            columns = weights.stored.shape[1]
-            around = torch.full((n + 2, columns + 5), filler, dtype=torch.uint8).view(weights.stored.dtype)
-            around[1:-1, 2 : 2 + columns] = weights.stored
-            among = Matrix(around[1:-1, 2 : 2 + columns], among_poison(weights.scales))
-            out = among_poison(torch.zeros(tokens, n, dtype=dtype))
-            assert torch.equal(native.norm_linear(among_poison(x), norm, among, None, EPS, out), wanted)
 
 
 @needs_extension

@@ -10,8 +10,6 @@ import torch
 
 from pagedkv import bind_attention, paged_attention
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import case as cases
-from pagedkv.kernels.args import AttentionOptions
 from tests.cases import MASKS, Built, Case, moved
 
 if TYPE_CHECKING:
@@ -107,11 +105,6 @@ def test_a_bound_call_takes_causality_with_each_batch(runner: Runner) -> None:
         assert equal(bound(built, runner, causal), runner.attend(built, causal=causal))
 
 
-def test_causality_of_a_batch_is_refused_where_a_layer_is_bound() -> None:
-    with pytest.raises(InvalidRequest, match=r"attend\(q, batch, causal=\.\.\.\)"):
-        bind_attention(ENCODER.build().layer, causal=torch.ones(3, dtype=torch.bool))  # type: ignore[arg-type]
-
-
 def test_a_compiled_function_takes_windows_and_causality_as_they_are() -> None:
     built = replace(ENCODER, mask="some").build()
 
@@ -122,15 +115,3 @@ def test_a_compiled_function_takes_windows_and_causality_as_they_are() -> None:
     each = built.options["causal"]
     for causal in (each, ~each):
         assert torch.equal(compiled(built.q, causal), step(built.q, causal))
-
-
-def test_a_case_names_the_masks_that_a_kernel_must_know() -> None:
-    built, each = ENCODER.build(), torch.ones(3, dtype=torch.bool)
-    features = {
-        ((None, 0), None): {"window"},
-        ((4, None), each): {"window", "non_causal"},
-        (None, None): set(),
-    }
-    for (window, causal_of), wanted in features.items():
-        on = AttentionOptions.of(window=window)  # type: ignore[arg-type]
-        assert cases.Case.of_attention(built.layer, on, built.q, (None, causal_of)).features == wanted

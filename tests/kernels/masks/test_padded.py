@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pagedkv import KVSpec, PagedBatch, PagedKVCache, paged_attention, write_kv
+from pagedkv import PagedBatch, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import RotaryTable
-from tests.cases import Built, Case, empty_layer, moved
+from tests.cases import Case, empty_layer, moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +49,7 @@ def test_rows_of_a_padded_query_are_those_of_its_tokens_and_padding_is_zero(
     case: Case, side: str, runner: Runner
 ) -> None:
     built, mask = case.build(), mask_of(case, side)
-    padded_is_right(built, mask, spread(built.q, mask, torch.nan), runner)
-
-
-def padded_is_right(built: Built, mask: Tensor, q: Tensor, runner: Runner) -> None:
+    q = spread(built.q, mask, torch.nan)
     out, lse = runner.attend(built)
     batch, real = built.batch.padded(mask), mask.flatten()
     assert (batch.max_seqlen_q, batch.max_seqlen_k) == (mask.shape[1], built.batch.max_seqlen_k)
@@ -99,55 +96,16 @@ def test_a_compiled_function_pads_a_batch_and_gives_the_same_bits() -> None:
     assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, mask), wanted)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_planned_step_can_be_padded_on_any_side(groups: int) -> None:
-    """The layers of a cache, as a plug-in of transformers uses them: plan with the mask's counts, pad once, commit."""
-    spec = KVSpec(2 // groups, 2, 16, dtype="float32", block_size=4)
-    cache = PagedKVCache([spec, replace(spec, window=64)] if groups == 2 else spec, num_frames=64)
-    prompts = [torch.arange(n) for n in (5, 9, 2)]
-    results = []
-    for side in SIDES:
-        spaces = [cache.open(prompt.tolist()) for prompt in prompts]
-        batch = cache.plan(spaces, [len(x) for x in prompts])
-        mask = mask_of(Case(q_lens=(5, 9, 2)), side)
-        tokens = torch.cat([torch.sin(torch.arange(n)[:, None] + torch.arange(32.0)) for n in (5, 9, 2)])
-        rows, padded = spread(tokens.view(-1, 2, 16), mask, torch.nan), batch.padded(mask)
-        for layer in range(2):
-            write_kv(rows, rows, cache[layer], padded[layer])
-        results.append(paged_attention(rows, cache[1], padded[1])[mask.flatten()])
-        cache.abort(padded)
-        for space in spaces:
-            space.release()
-    assert not results[0].isnan().any()
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[[PagedBatch, Tensor], object]:
-    return lambda batch, mask: batch.padded(change(mask))
-
-
-WRONG: list[tuple[Callable[[PagedBatch, Tensor], object], str]] = [
-    (with_mask(lambda mask: mask.long()), r"mask is int64 \[4, 21\] on cpu; it must be bool \[B=4, L\] on cpu"),
-    (with_mask(lambda mask: mask[:3]), r"mask is bool \[3, 21\] on cpu; it must be bool \[B=4, L\]"),
-    (with_mask(lambda mask: mask.to("meta")), r"mask is bool \[4, 21\] on meta"),
-    (with_mask(lambda mask: mask[:, 1:]), "row 1 of mask has 20 tokens and sequence 1 of the batch has 21 new ones"),
-    (with_mask(lambda mask: mask.roll(2, 1)), "row 0 of mask has padding between its tokens"),
+WRONG: list[tuple[Callable[[Tensor], Tensor], str]] = [
+    (lambda mask: mask.long(), r"mask is int64 \[4, 21\] on cpu; it must be bool \[B=4, L\] on cpu"),
+    (lambda mask: mask[:3], r"mask is bool \[3, 21\] on cpu; it must be bool \[B=4, L\]"),
+    (lambda mask: mask.to("meta"), r"mask is bool \[4, 21\] on meta"),
+    (lambda mask: mask[:, 1:], "row 1 of mask has 20 tokens and sequence 1 of the batch has 21 new ones"),
+    (lambda mask: mask.roll(2, 1), "row 0 of mask has padding between its tokens"),
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), WRONG, ids=[text[:30] for _, text in WRONG])
-def test_a_mask_that_is_not_that_of_the_new_tokens_is_refused(call: Callable[..., object], text: str) -> None:
+@pytest.mark.parametrize(("change", "text"), WRONG, ids=[text[:30] for _, text in WRONG])
+def test_a_mask_that_is_not_that_of_the_new_tokens_is_refused(change: Callable[[Tensor], Tensor], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        call(CASES[0].build().batch, mask_of(CASES[0], "left"))
-
-
-@pytest.mark.usefixtures("unbound")
-def test_tensors_of_four_dims_are_refused_by_each_call() -> None:
-    built, layer, x = Case(q_lens=(3, 3), kv_lens=(9, 8)).build(), empty_layer(Case(), 4), torch.ones(2, 4, 3, 64)
-    for _ in range(3):
-        with pytest.raises(InvalidRequest, match=r"q is float32 \[2, 4, 3, 64\]; it must be .* \[T, H, D=64\]"):
-            paged_attention(x, built.layer, built.batch)
-        with pytest.raises(InvalidRequest, match=r"k is float32 \[2, 4, 3, 64\]; it must be .* \[T, K=2, D=64\]"):
-            write_kv(x, x, layer, torch.arange(6))
-    assert layer.k.isnan().all()
+        CASES[0].build().batch.padded(change(mask_of(CASES[0], "left")))

@@ -1,4 +1,4 @@
-"""The partition of csrc/cuda/partition.cuh for random launches, beside a slow partition that is its definition.
+"""The partition of csrc/cuda/partition.cuh for random launches, compared with a slow one that is its definition.
 
 The host code of the backend computes the launches. A probe takes the place of the kernel: it walks over a CTA's units
 as paged_attention does, and writes down what paged_attention would do. The slow partition lays all steps of all units
@@ -64,7 +64,7 @@ KERNEL(32, 1) probe(const __grid_constant__ AttentionParams p) {
 
 
 class Probe(NamedTuple):
-    """The specialisation of the probe beside that of a kernel."""
+    """The specialisation of the probe, for the rows and steps of a kernel."""
 
     rows: int
     step: int
@@ -266,7 +266,7 @@ def check(shape: Shape, launched: Launched) -> Slow:
             assert len({seen.cta for seen in pieces}) == 1, "one CTA folds the chunks"
             assert pieces[0].is_whole == (len(pieces) == 1)
             continue
-        assert {seen.count for seen in pieces} == {len(pieces)}, "so many CTAs draw a ticket of the unit"
+        assert {seen.count for seen in pieces} == {len(pieces)}, "each of these CTAs draws a ticket of the unit"
         assert len({seen.first for seen in pieces}) == 1
         assert pieces[0].first not in tickets
         tickets.add(pieces[0].first)
@@ -355,19 +355,18 @@ def test_any_partition_is_the_slow_one(seed: int) -> None:
         run(Prober(num_sms), *shapes)
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 132])
-def test_equal_sequences_are_cut_evenly_on_gpus_of_any_size(num_sms: int) -> None:
-    """With as many units as half of the CTAs, each unit has two of them."""
-    ctas, steps = 2 * num_sms, 64
-    even = [
-        run(Prober(num_sms), Shape((1,) * B, (64 * steps,) * B, (1, 1)))[0].even for B in {1, max(1, num_sms), ctas + 1}
-    ]
-    assert any(even)
-    assert not all(even), "more units than CTAs are cut at equal shares"
+def decode(*lengths: int, heads: tuple[int, int] = (1, 1)) -> Shape:
+    return Shape((1,) * len(lengths), lengths, heads, causal=False)
 
 
-def decode(*lengths: int) -> Shape:
-    return Shape((1,) * len(lengths), lengths, (1, 1), causal=False)
+@pytest.mark.parametrize(("sequences", "pieces", "steps"), [(1, 32, 2), (8, 4, 16), (32, 1, 64), (33, 1, 64)])
+def test_equal_sequences_of_an_engine_are_cut_evenly_on_an_h200(sequences: int, pieces: int, steps: int) -> None:
+    """Of 4096 tokens and 8 kv heads; no CTA works on two units, but where there are more units than CTAs."""
+    machine = Prober(132)
+    run(machine, decode(*(4096,) * sequences, heads=(32, 8)))
+    seen = machine.launched[0].seen
+    assert len(seen) == sequences * 8 * pieces
+    assert {one.end - one.item for one in seen} == {steps}
 
 
 @pytest.mark.parametrize(
@@ -375,6 +374,9 @@ def decode(*lengths: int) -> Shape:
     [
         ("/ share * share : share;", "/ share * share : 0;", 8, [decode(4096, 0)]),
         ("total > share * ptx::num_blocks() || ", "", 66, [decode(6400, *[64] * 200)]),
+        ("even = 1;", "even = 0;", 132, [decode(*(4096,) * 8, heads=(32, 8))]),
+        ("longest - OVERHEAD", "longest", 132, [decode(*(4096,) * 8, heads=(32, 8))]),
+        ("|| 16 * share > 17 * cut", "", 132, [decode(*(4096,) * 12, heads=(32, 8))]),
         ("even ? 0 : OVERHEAD", "OVERHEAD", 8, [decode(4096)]),
         ("        is_first = false;\n", "", 2, [decode(4000, 3000, 2000)]),
         ("ptx::block_index()) - first, 2}", "ptx::block_index()) - first, 1}", 8, [decode(4096, 4096)]),

@@ -4,7 +4,7 @@ A job is [name of a launch below, architecture, optionally a tuning to try]. The
 over CPU tensors of a typical call. Each launch is intercepted, specialised as Triton's launcher does, and compiled by
 ptxas or LLVM. The output is a report of each launch: registers, spills, shared memory, and instructions that show
 whether loads are wide and tensor cores are used.
-This must be a process of its own: in pytest's process the kernels may have been imported for the interpreter.
+This must be another process: in pytest's process the kernels may have been imported for the interpreter.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ LAUNCHES: dict[str, Any] = {
     "decode, far bounds": lambda: attention(window=2**40, split_tokens=2**40),
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
-    "decode, mla, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64),
+    "decode, mla, V next to K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64),
     "decode, mla int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
     "decode, mla float32": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, dtype="float32"),
-    "decode, mla float32, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32"),
+    "decode, mla float32, V next to K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32"),
     "decode, mla float32 over int4": lambda: attention(
         H=128, K=1, D=576, Dv=512, S=64, dtype="float32", kv="int4/token_head"
     ),
@@ -135,7 +135,7 @@ LAUNCHES: dict[str, Any] = {
     "split, 32 heads of 128": lambda: attention(q_len=1024, split_tokens=512),
     "split, mla": lambda: attention(q_len=64, H=128, K=1, D=576, Dv=512, S=64, mla=True, split_tokens=512),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
-    "prefill, mla, V beside K": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64),
+    "prefill, mla, V next to K": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64),
     "prefill, mla int4": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
 }  # fmt: skip
 
@@ -370,61 +370,14 @@ def amd(text: str) -> dict[str, Any]:
     }
 
 
-def printed_by_child(arguments: list[str], jobs: object) -> list[str]:
-    """Return the lines that a process of its own prints about `jobs`, which it reads. It has no interpreter."""
+def reported(jobs: list[tuple[str, str]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Compile the jobs in another process, which has no interpreter; return the reports of each job."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["TRITON_DEFAULT_FP_FUSION"] = "1"
-    command = [sys.executable, *arguments]
+    command = [sys.executable, "-m", "tests.kernels.triton.compiled"]
     run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.splitlines()
-
-
-COUNTED = """
-import json, sys
-from tests.kernels.triton import compiled
-for job in json.load(sys.stdin):
-    print(json.dumps(compiled.count_of(*job)), flush=True)
-"""
-
-
-def count_of(kv: str, dim: int, arch: str) -> dict[str, Any]:
-    """Compile a decode of these keys and heads; return the instructions of the steady tile of its loop over the keys,
-    the sizes of the kernel, and the bytes that an SM has under way."""
-    from pagedkv.bench.gpu import sass
-    from pagedkv.kernels.triton import tuning
-    from pagedkv.spec import BITS
-
-    changes = {} if kv == "bfloat16" else {"kv": f"{kv}/token_head"}
-    LAUNCHES["counted"] = lambda: attention(q_len=1, D=dim, Dv=dim, **changes)
-    kernel = dict(compiled_launches("counted", arch))["_decode_kernel"]
-    code = sass.parsed(sass.disassembled(kernel.asm["cubin"]))
-    head_bytes = 2 * dim * BITS[kv] // 8
-    tuned = tuning.tuning("decode_16", tuning.Target(arch, 132), head_bytes, dim)
-    about = nvidia(kernel.asm["cubin"])
-    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    fit = min(65536 // (32 * warps * -(-about["registers"] // 8) * 8), (228 << 10) // (shared + 1024))
-    ctas, tile = min(fit, tuned.programs), tuned.N * head_bytes
-    sizes = {"keys": tuned.N, "registers": about["registers"], "spills": about["spills"], "warps": warps, "ctas": ctas}
-    in_flight = ctas * max(1, shared // tile - 1) * tile
-    return sizes | {"instructions": len(main_loop(code)), "in_flight": in_flight}
-
-
-def main_loop(code: list[Any]) -> list[Any]:
-    """Return the steady tile of the first innermost loop that multiplies matrices: that of finite values."""
-    from pagedkv.bench.gpu import sass
-
-    loops = [(i.target, at) for at, i in enumerate(code) if i.target is not None and i.target <= at]
-    loops = [(first, last) for first, last in loops if any(i.kind == sass.PRODUCT for i in code[first : last + 1])]
-    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    first, last = min(inner)
-    kinds = collections.Counter(i.kind for i in code[first : last + 1])
-    return sass.steady_tile(code, {name: kinds[name] for name in (sass.PRODUCT, sass.COPY) if kinds[name]})
-
-
-def counted(jobs: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
-    """Return the count of each decode kernel: elements of the keys, head dim, architecture."""
-    return [json.loads(line) for line in printed_by_child(["-c", COUNTED], jobs)]
+    return {(name, arch): launches for name, arch, launches in map(json.loads, run.stdout.splitlines())}
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagedkv import KVSpec
 from pagedkv.kernels.args import GatherCall, GatherSource, WriteCall
 from pagedkv.kernels.case import Case
 from tests.kernels.triton.compiled import typical_call
@@ -88,13 +87,6 @@ def test_every_launch_is_made_on_the_gpu_of_its_tensors(gpus: Gpus) -> None:
     assert gpus.current == 0
 
 
-def test_copies_are_launched_on_the_gpu_of_their_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors of a GPU cannot be indexed without one, so these are on the CPU, which stands for GPU 1."""
-    monkeypatch.setattr(backend, "_on_device_of", lambda x: gpus.device(1))
-    backend.copy_frames(torch.zeros(4, 64), torch.zeros(1, 2, dtype=torch.int32))
-    assert [launch[:2] for launch in gpus.launches] == [("_copy_kernel", 1)] * 2
-
-
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_kernel_is_compiled_for_the_gpu_of_its_tensors(index: int, gpus: Gpus) -> None:
     with FakeTensorMode(), torch.device(f"cuda:{index}"):
@@ -103,13 +95,6 @@ def test_a_kernel_is_compiled_for_the_gpu_of_its_tensors(index: int, gpus: Gpus)
     on = specialisation.tuning.target(torch.device(f"cuda:{index}"))
     assert on.arch == ["sm_90", "sm_89"][index]
     assert tiles == {specialisation.tuning.tuning("decode", on, 512, 256).N}
-
-
-def test_a_target_without_an_index_is_that_of_the_current_gpu(gpus: Gpus) -> None:
-    current = torch.device("cuda")
-    assert specialisation.tuning.target(current).arch == "sm_90"
-    gpus.current = 1
-    assert specialisation.tuning.target(current).arch == "sm_89"
 
 
 def test_objections_are_those_of_the_gpu_of_the_case(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +106,3 @@ def test_objections_are_those_of_the_gpu_of_the_case(gpus: Gpus, monkeypatch: py
         assert all(text in why for text, why in zip(found, reasons, strict=True))
     gpus.current = 2
     assert "the GPU is sm_75" in backend.objections(wide)[0]
-
-
-def test_a_case_names_the_gpu_of_its_tensors() -> None:
-    with FakeTensorMode(), torch.device("cuda:1"):
-        call = typical_call()
-        case = Case.of_attention(call, call, call.q)
-    assert (case.device, case.device_index) == ("cuda", 1)
-    assert str(case).startswith("paged_attention on cuda:1 dtype=bfloat16")
-    spec = KVSpec(1, 2, 64)
-    assert (Case.of_spec(spec, "cuda:2").device_index, Case.of_spec(spec, "cuda").device_index) == (2, None)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.cases import Case, call_of
+from tests.kernels.conftest import Runner
 from tests.kernels.oracle import oracle
-from tests.kernels.triton.test_triton import INTERPRETER, backend, decode, keeps_the_contract, prefill, tuning
+from tests.kernels.triton.test_triton import backend, prefill, sized_for, tuning
 
 CHUNKS = Case(q_lens=(20, 3, 33), kv_lens=(150, 40, 133), heads=(4, 2), sinks=True)
 
@@ -28,14 +28,13 @@ CHUNKS = Case(q_lens=(20, 3, 33), kv_lens=(150, 40, 133), heads=(4, 2), sinks=Tr
     ],
     ids=str,
 )
-def test_tiles_that_all_rows_see_are_computed_like_the_masked_ones(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    keeps_the_contract(case)
+def test_tiles_that_all_rows_see_are_computed_like_the_masked_ones(case: Case, interpreter: Runner) -> None:
+    interpreter.check(case)
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.usefixtures("interpreter")
 def test_sequences_that_are_left_out_keep_their_rows(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(prefill, "num_splits", lambda *sizes: splits)
     built = CHUNKS.build()
     call = call_of(built)
@@ -68,45 +67,8 @@ TREES = Case(q_lens=(20, 3, 90), kv_lens=(150, 40, 90), heads=(4, 2), mask="tree
     ids=str,
 )
 def test_a_tree_mask_with_split_tokens_keeps_the_contract(
-    case: Case, arch: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, arch: str, interpreter: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A word of 32 or of 64 bits holds what a row may see of a tile."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     sized_for(arch, monkeypatch)
-    keeps_the_contract(case)
-
-
-@pytest.mark.slow
-def test_with_split_tokens_a_walk_has_the_same_tiles_by_a_mask_as_by_causality(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles before the same one are unmasked, and none is behind the last query. A GPU adds in another order there."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    sized_for(tuning.INTERPRETER, monkeypatch)
-    walks: list[list[tuple[int, int, int]]] = []
-    real = prefill.walk
-
-    def walk(parts: Any, first: Any, end: Any, row: Any, pool: Any, head: Any, rows: Any, *others: Any) -> Any:
-        position, _, _, _, _, right, hidden = rows
-        unmasked = min(number(end), int(position.handle.data.min()) + number(right) + 1, number(hidden))
-        walks[-1].append((number(first), unmasked, number(end)))
-        return real(parts, first, end, row, pool, head, rows, *others)
-
-    monkeypatch.setattr(prefill, "walk", walk)
-    built = replace(TREES, mask="causal", q_lens=(40, 3, 90), kv_lens=(150, 40, 200)).build()
-    mask = torch.cat([torch.ones(m, 90, dtype=torch.bool).tril() for m in (40, 3, 90)])
-    results = []
-    for tree_mask in (None, mask):
-        walks.append([])
-        results.append(INTERPRETER.attend(built, tree_mask=tree_mask))
-    assert walks[0] == walks[1]
-    assert len({unmasked for _, unmasked, _ in walks[0]}) > 4
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-def sized_for(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tuning, decode, prefill):
-        monkeypatch.setattr(module, "target", lambda device: tuning.Target(arch, 6))
-
-
-def number(x: Any) -> int:
-    """Return a scalar of the interpreter."""
-    return int(x.handle.data.item()) if hasattr(x, "handle") else int(x)
+    interpreter.check(case)
