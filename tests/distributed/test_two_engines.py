@@ -51,15 +51,3 @@ def test_the_second_engine_computes_no_page_of_the_prompt(length: int, tmp_path:
         assert completion.cached_tokens == (length - 1) // 16 * 16
         assert engine.cache.tiers.stats()["redis"].loaded == (length - 1) // 16
     store.close()
-
-
-@pytest.mark.slow
-def test_other_weights_find_nothing_of_it(tmp_path: Path) -> None:
-    store = Redis(tmp_path)
-    tier = f"redis:256MiB:{store.url}"
-    prompt = random.Random(1).choices(range(10, 600), k=500)
-    elsewhere(tier, prompt)
-    with Engine.load(tiers=[tier], num_frames=400, weights="int8") as engine:
-        [request] = engine.generate([prompt], PARAMS)
-        assert request.completions[0].cached_tokens == 0
-    store.close()

@@ -69,7 +69,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("new", "L"), [(0, 1), (1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize(("new", "L"), [(0, 1), (3, 3)])
 def test_with_kvcache_over_pages(options: dict[str, Any], new: int, L: int) -> None:
     torch.manual_seed(0)
     pool = Pool([19, 3, 40], spare=new)
@@ -89,7 +89,9 @@ def test_with_kvcache_over_pages(options: dict[str, Any], new: int, L: int) -> N
         close(lse[b], want_lse.T)
 
 
-@pytest.mark.parametrize(("dtype", "size"), list(itertools.product(TOLERANCE, [1, 5, 16, 256])))
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 1), (torch.float16, 5), (torch.bfloat16, 16), (torch.float32, 256)]
+)
 def test_with_kvcache_of_every_dtype_and_page_size(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(1)
     pool = Pool([33, 1], spare=1, dtype=dtype, size=size)
@@ -127,8 +129,7 @@ def test_with_kvcache_without_pages(rows: list[int] | None, lengths: Any) -> Non
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("counts", [(5, 1, 33), (19, 3, 40)])
+@pytest.mark.parametrize(("paged", "counts"), [(False, (19, 3, 40)), (True, (5, 1, 33))])
 def test_varlen(options: dict[str, Any], paged: bool, counts: tuple[int, ...]) -> None:
     torch.manual_seed(4)
     pool = Pool([19, 3, 40], spare=0)
@@ -163,19 +164,6 @@ def test_more_queries_than_keys(causal: bool) -> None:
         flash_attn_varlen_func(q, k, v, starts_q, starts_k, 5, 7, window_size=(1, 1))
 
 
-def test_one_sequence_and_sequences_of_one_length() -> None:
-    torch.manual_seed(6)
-    q, k, v = torch.randn(2, 7, H, D), torch.randn(2, 9, K, D), torch.randn(2, 9, K, D)
-    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    starts = [torch.tensor([0, n], dtype=torch.int32) for n in (7, 9)]
-    for b in range(2):
-        want, want_lse = attention(q[b], k[b], v[b], causal=True)
-        close(out[b], want)
-        close(lse[b], want_lse.T)
-        one = flash_attn_varlen_func(q[b], k[b], v[b], *starts, 7, 9, causal=True)
-        close(one, want)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "leftpad": ({"cache_leftpad": torch.zeros(2, dtype=torch.int32)}, "cache_leftpad of flash_attn is not served"),
     "rotary": ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "rotary_cos and rotary_sin of flash"),
@@ -185,9 +173,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"cache_seqlens": torch.tensor([47, 3], dtype=torch.int32)}, "6 pages of 8 tokens hold 0 to 48"),
     "alibi": ({"alibi_slopes": torch.ones(H)}, "use causal=True"),
     "slopes": ({"alibi_slopes": torch.ones(2, H), "causal": True}, r"alibi_slopes is .*\[2, 4\]"),
-    "few slopes": ({"alibi_slopes": torch.ones(3), "causal": True}, "alibi_slopes"),
-    "heads": ({"q": torch.randn(2, 2, 3, D)}, "H must be a multiple of K"),
     "dtype of q": ({"q": torch.randn(2, 2, H, D).half()}, "q is float16 but layer.k is float32"),
+    "heads": ({"q": torch.randn(2, 2, 3, D)}, "H must be a multiple of K"),
     "gradients": ({"q": torch.randn(2, 2, H, D, requires_grad=True)}, "inference only"),
     "dims": ({"q": torch.randn(2, H, D)}, r"it must be \[sequences, tokens, heads, dims\]"),
     "softcap": ({"softcap": float("nan")}, "softcap"),
@@ -195,13 +182,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window_size": (1,)}, "left, right"),
     "more queries": ({"q": torch.randn(2, 9, H, D), "window_size": (1, 1)}, "more queries than keys"),
     "page": ({"block_table": torch.tensor([[0, 1, 2, 3, -1], [4, 5, 0, 0, 0]], dtype=torch.int32)}, "page 4 of seq"),
-    "far page": ({"block_table": torch.tensor([[0, 99, 2, 3, 6], [4] * 5], dtype=torch.int32)}, "pages 0 to 7"),
     "rows of a table": ({"block_table": torch.zeros(3, 5, dtype=torch.int32)}, r"it must be \[2, 5\]"),
     "lengths": ({"cache_seqlens": torch.tensor([33, 3, 1], dtype=torch.int32)}, "cache_seqlens is"),
     "negative": ({"cache_seqlens": torch.tensor([3, -3], dtype=torch.int32)}, "sequence 1 has -3 tokens in the cache"),
-    "one below": ({"cache_seqlens": torch.tensor([-1, 3], dtype=torch.int32)}, "sequence 0 has -1 tokens"),
     "fractions": ({"cache_seqlens": torch.tensor([3.7, 3.0])}, "it must be int32"),
-    "fractions of pages": ({"block_table": torch.rand(2, 5)}, "block_table is torch.float32; it must be int32"),
     "k": ({"k": torch.randn(2, 2, K + 1, D)}, "k is"),
 }
 
@@ -220,30 +204,6 @@ def test_refused_before_anything_is_written(name: str) -> None:
     torch.testing.assert_close(torch.stack([pool.k, pool.v]), before, equal_nan=True, rtol=0, atol=0)
 
 
-def test_tables_that_are_wrong_are_refused() -> None:
-    cache, q = torch.randn(2, 3, 20, K, D), torch.randn(2, 1, H, D)
-    for rows, message in (
-        ([0, 1, 2], r"it must be \[2\]"),
-        ([1, -1], "page 0 of sequence 1 is -1; the cache has pages 0 to 2"),
-        ([1.5, 0.0], "cache_batch_idx is torch.float32; it must be int32"),
-    ):
-        with pytest.raises(InvalidRequest, match=message):
-            flash_attn_with_kvcache(q, *cache, cache_seqlens=9, cache_batch_idx=torch.tensor(rows))
-    with pytest.raises(InvalidRequest, match=r"k is \[3, 20, 2, 16\]; it must be \[2, 20, 2, 16\]"):
-        flash_attn_func(q, *cache)
-    starts = torch.tensor([0, 5], dtype=torch.int32)
-    for both in ((starts.float(), starts), (starts, starts.float())):
-        with pytest.raises(InvalidRequest, match=r"cu_seqlens_. is torch.float32; it must be int32"):
-            flash_attn_varlen_func(torch.randn(5, H, D), *torch.randn(2, 5, K, D), *both, 5, 5)
-
-
-def test_a_soft_cap_below_zero_is_none() -> None:
-    pool, q = Pool([33, 3], spare=0), torch.randn(2, 1, H, D)
-    outs = [flash_attn_with_kvcache(q, pool.k, pool.v, cache_seqlens=pool.lengths, block_table=pool.table, softcap=cap)
-            for cap in (0.0, -1.0)]  # fmt: skip
-    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
-
-
 def test_ragged_keys_begin_and_end_where_cu_seqlens_k_says() -> None:
     torch.manual_seed(7)
     q, k, v = torch.randn(4, H, D), torch.randn(9, K, D), torch.randn(9, K, D)
@@ -256,23 +216,6 @@ def test_ragged_keys_begin_and_end_where_cu_seqlens_k_says() -> None:
         starts[-1] = 20
         with pytest.raises(InvalidRequest, match="it must rise from 0 to at most 9, the keys"):
             flash_attn_varlen_func(q, k, v, starts_q, torch.tensor(starts, dtype=torch.int32), 4, 20)
-
-
-def test_no_keys_give_zeros() -> None:
-    q, none = torch.randn(2, 3, H, D), torch.randn(2, 0, K, D)
-    out, lse, _ = flash_attn_func(q, none, none, return_attn_probs=True)
-    assert not out.any()
-    assert (lse == -torch.inf).all()
-    starts = [torch.tensor(of, dtype=torch.int32) for of in ([0, 3, 6], [0, 0, 0])]
-    assert not flash_attn_varlen_func(q.flatten(0, 1), none[0], none[0], *starts, 3, 0).any()
-
-
-def test_dropout_and_gradients_are_refused() -> None:
-    x = torch.randn(1, 3, K, D)
-    with pytest.raises(InvalidRequest, match="inference only"):
-        flash_attn_func(torch.randn(1, 3, K, D, requires_grad=True), x, x)
-    with pytest.raises(InvalidRequest, match="dropout_p of flash_attn is not served"):
-        flash_attn_func(x, x, x, 0.1)
 
 
 def test_the_layer_of_a_tensor_follows_its_memory_and_does_not_keep_it() -> None:
@@ -321,16 +264,13 @@ def test_install_takes_the_name_and_not_that_of_an_installed_package(monkeypatch
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)  # restored after the test
         del sys.modules[name]
-    flash_attn.install()
-    module = importlib.import_module("flash_attn")
-    assert module.flash_attn_with_kvcache is flash_attn_with_kvcache
-    assert module.flash_attn_interface.flash_attn_varlen_func is flash_attn_varlen_func
-    assert importlib.import_module("flash_attn.flash_attn_interface") is module.flash_attn_interface
-    assert module.__version__ == flash_attn.__version__
+    for _ in range(2):
+        flash_attn.install()
+        module = importlib.import_module("flash_attn")
+        assert module.flash_attn_with_kvcache is flash_attn_with_kvcache
+        assert importlib.import_module("flash_attn.flash_attn_interface") is module.flash_attn_interface
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("flash_attn.bert_padding")
-    assert importlib.util.find_spec("flash_attn.bert_padding") is None
-    flash_attn.install()  # again: no error
     for spec in (importlib.machinery.ModuleSpec("flash_attn", None), None):
         other = types.ModuleType("flash_attn")
         other.__spec__ = spec

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import fields
 
 import pytest
 
-from pagedkv import KVSpec, PagedKVCache
+from pagedkv import PagedKVCache
 from pagedkv.core import MemoryManager, Stats
 from pagedkv.engine import Engine
 from pagedkv.engine.step import meter
@@ -83,26 +81,6 @@ def test_tenants_with_quotas_are_shown_by_name() -> None:
     assert shown['pagedkv_tenant_evictions_total{pool="gpu0",tenant="ff01"}'] == 0
 
 
-def test_a_cache_is_shown_as_a_manager_is() -> None:
-    pools = PagedKVCache(KVSpec(1, 1, 16, block_size=4), num_frames=8), MemoryManager(8, 4)
-    for pool in pools:
-        pool.plan([pool.open()], [4])
-    assert scraped(pools[0]) == scraped(pools[1])
-
-
-def test_a_scrape_follows_the_manager(mm: MemoryManager) -> None:
-    before = scraped(mm)['pagedkv_frames{pool="gpu0",state="free"}']
-    mm.plan([mm.open()], [4])
-    assert scraped(mm)['pagedkv_frames{pool="gpu0",state="free"}'] == before - 1
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pagedkv.integrations.prometheus")
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match=r"install pagedkv\[metrics\]"):
-        importlib.import_module("pagedkv.integrations.prometheus")
-
-
 # -- an engine ---------------------------------------------------------------------------------------------------------
 
 PAGE = "Mira keeps a red lamp in the cellar. Otto lives in Ghent and works as a baker."
@@ -147,14 +125,3 @@ def test_every_figure_of_an_engine_is_shown() -> None:
     tables = (*prometheus.ENGINE_GAUGES.values(), *prometheus.ENGINE_COUNTERS.values())
     assert {field for field, _ in tables} == {field.name for field in fields(EngineStats)} - {"finished", "latency"}
     assert {field for field, _ in prometheus.ENGINE_TIMES.values()} == {field.name for field in fields(meter.Times)}
-
-
-def test_distributions_of_an_engine_have_rising_buckets_up_to_their_count(engine: Engine) -> None:
-    shown, latencies = scraped_from(engine), engine.stats().latency
-    for name, (field, _) in prometheus.ENGINE_TIMES.items():
-        buckets = [value for key, value in shown.items() if key.startswith(f"pagedkv_{name}_bucket ")]
-        assert len(buckets) == len(prometheus.EXPONENTS) + 1
-        assert buckets == sorted(buckets)
-        assert buckets[-1] == shown[f"pagedkv_{name}_count"] == latencies[field].count
-        assert shown[f"pagedkv_{name}_sum"] == pytest.approx(getattr(engine.meter.times, field).sum)
-    assert shown["pagedkv_time_to_first_token_seconds_bucket 512.0"] == 3

@@ -7,14 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.sglang import PagedStorage
-from pagedkv.tiers.checksum import checksum
-from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Record
+from pagedkv.tiers.shared.records import Client, Record
 from tests.tiers.stores import Memory, MemoryClient, Redis
 
 KEYS = [f"{number:064x}" for number in range(5)]
@@ -110,19 +108,6 @@ def test_a_flipped_bit_and_a_page_of_another_size_are_misses() -> None:
     assert ours.get(KEYS[0], torch.zeros(7)) is None
 
 
-def test_a_page_that_was_planted_without_the_key_is_a_miss(tmp_path: Path) -> None:
-    (tmp_path / "key").write_bytes(b"sixteen bytes or more\n")
-    store = Memory(Path())
-    keyed = storage(store.client(), extra_config={"key_file": str(tmp_path / "key")})
-    assert keyed.batch_set(KEYS, pages())
-    for name in store.records():
-        content = np.frombuffer(store.read(name), np.uint8, offset=HEADER.size)
-        header = HEADER.pack(MAGIC, FORMAT, len(content), name, checksum(content, name))
-        store.write(name, header + content.tobytes())
-    assert keyed.batch_exists(KEYS) == 5
-    assert keyed.batch_get(KEYS, empty()) == [None] * 5
-
-
 class Broken(MemoryClient):
     def find(self, names: Sequence[bytes]) -> list[bool]:
         raise TimeoutError("no answer")
@@ -136,16 +121,6 @@ def test_a_store_that_fails_costs_a_prefix_and_no_thread_of_sglang() -> None:
     assert ours.batch_exists(KEYS) == 0
     assert ours.batch_get(KEYS, empty()) == [None] * 5
     assert ours.batch_set(KEYS, pages()) is False
-
-
-def test_a_storage_that_sglang_detaches_ends_its_connections(tmp_path: Path) -> None:
-    store = Redis(tmp_path)
-    ours = storage(extra_config={"store": f"redis:{store.url}"})
-    assert ours.batch_set(KEYS, pages())
-    num_open = store.num_connections
-    ours.close()
-    assert store.num_connections < num_open
-    store.close()
 
 
 def test_a_config_without_store_or_weights_is_refused_in_words() -> None:

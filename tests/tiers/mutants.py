@@ -25,7 +25,7 @@ FAULTS = (
         "fetch.py",
         "        fetch.look = partial(self._look, cache=cache, namer=namer, salt=salt)\n",
         "        fetch.look = lambda _: self._look(fetch, cache=cache, namer=namer, salt=salt)\n",
-        "test_faults.py::test_frames_of_a_fetch_that_was_interrupted_early_come_back_without_a_collection",
+        "test_faults.py::test_pages_and_frames_of_an_interrupted_call_come_back_without_a_collection",
     ),
     Fault(
         "prompts with one prefix load it once: each loads it",
@@ -74,21 +74,21 @@ FAULTS = (
         "mover.py",
         "        if queued and self._wakes.empty():\n",
         "        if False:\n",
-        "test_mover.py::test_a_wake_that_an_interrupt_lost_is_made_up_for",
+        "test_mover.py::test_an_interrupted_owner_stops_no_thread",
     ),
     Fault(
         "a task that is cancelled uses nothing of the limit: its time is lost",
         "mover.py",
         "        if self._bytes_per_second is None or task.is_cancelled():\n",
         "        if self._bytes_per_second is None:\n",
-        "test_mover.py::test_a_task_that_is_cancelled_uses_nothing_of_the_limit",
+        "test_mover.py::test_a_task_that_ends_late_is_made_up_for_up_to_the_time_of_one",
     ),
     Fault(
         "pages are stored again after a store was interrupted: they count as under way",
         "slots.py",
         "            self._storing.clear()  # of a call",
         "            pass  # of a call",
-        "test_faults.py::test_pages_whose_store_was_interrupted_are_stored_when_they_come_again",
+        "test_faults.py::test_pages_and_frames_of_an_interrupted_call_come_back_without_a_collection",
     ),
     Fault(
         "the first quota charges pages stored before: it does not",

@@ -14,14 +14,11 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import xxhash
 
 from pagedkv import PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers import DiskTier, PoolView, disk, slots
-from pagedkv.tiers.mover import Mover
 from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
 
 
@@ -30,7 +27,7 @@ def reopened(folder: Path, key: bytes | None = None, model: str = "m", rank: int
     tier = DiskTier(folder, "1MiB", key=key)
     world = World(PagedKVCache(SPEC, model=model, rank=rank, num_frames=16, tiers=[tier]))
     fetch = world.cache.fetch(IDS)
-    assert fetch.wait(20)
+    assert fetch.wait(300)
     assert world.check_found(IDS) == fetch.tokens
     world.cache.tiers.close()
     return fetch.tokens, tier.stats().corrupt
@@ -62,7 +59,7 @@ def test_pages_that_were_written_with_another_key_are_misses(tmp_path: Path) -> 
 def test_any_damage_to_the_files_is_a_miss(folder: Path) -> None:
     draw = random.Random(1)
     whole = {path: path.read_bytes() for path in folder.glob("pagedkv-tier.*") if path.suffix != ".lock"}
-    for _ in range(60):
+    for _ in range(16):
         path = draw.choice(sorted(whole))
         content = bytearray(whole[path])
         kind = draw.randrange(4)
@@ -82,34 +79,17 @@ def test_any_damage_to_the_files_is_a_miss(folder: Path) -> None:
     assert reopened(folder) == (40, 0)
 
 
-@pytest.mark.parametrize("is_planted", [False, True])
-def test_a_seal_with_the_last_serial_costs_its_own_page_alone(is_planted: bool, folder: Path) -> None:
-    path = folder / "pagedkv-tier.seals"
-    seals = np.fromfile(path, disk.SEAL)
-    seals["serial"][-1] = 2**64 - 1
-    if is_planted:
-        seals["check"][-1] = xxhash.xxh3_64_intdigest(seals[-1].tobytes()[: disk.SEAL.fields["check"][1]])
-    seals.tofile(path)
-    tier = DiskTier(folder, "1MiB")
-    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
-    assert tier.stats().pages == PAGES
-    world.run([7, *IDS])
-    assert world.cache.tiers.flush(20)
-    assert (tier.stats().stored, tier.stats().failed) == (PAGES, 0)
-    world.cache.tiers.close()
-
-
 def test_files_that_are_cut_short_while_they_are_in_use_cost_their_pages(tmp_path: Path) -> None:
     world = evicted(DiskTier(tmp_path, "64MiB"))
     for end in ("seals", "bytes", "json"):
         os.truncate(tmp_path / f"pagedkv-tier.{end}", 0)
     fetch = world.cache.fetch(IDS)
-    assert fetch.wait(20)
+    assert fetch.wait(300)
     assert world.check_found(IDS) == fetch.tokens == 0
     world.run([7, *IDS])
-    assert world.cache.tiers.flush(20)
+    assert world.cache.tiers.flush(300)
     world.cache.evict(16)
-    assert world.cache.fetch([7, *IDS]).wait(20)
+    assert world.cache.fetch([7, *IDS]).wait(300)
     assert world.check_found([7, *IDS]) == 40
     world.cache.tiers.close()
     assert reopened(tmp_path) == (0, 0)
@@ -149,20 +129,21 @@ from tests.tiers.world import SPEC, World
 world = World(PagedKVCache(SPEC, model='m', num_frames=64, tiers=[DiskTier(sys.argv[1], 100 * 4224)]))
 world.run(list(range(41)))
 world.cache.tiers.flush()
-print("begun", flush=True)
 turn = 0
 while True:
+    print("goes on", flush=True)
     world.run([turn % 40] + list(range(turn, turn + 40)))
-    turn = (turn + 7) % 2100  # the parent looks for all of these, and a fast machine computes more
+    turn = (turn + 7) % 420  # the parent looks for all of these, and a fast machine computes more
 """
 
 
+@pytest.mark.many_steps
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 15))])
 def test_a_process_that_is_killed_leaves_no_torn_page(seed: int, tmp_path: Path) -> None:
     run = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
-    assert run.stdout.readline() == "begun\n"
-    time.sleep(random.Random(seed).uniform(0.2, 1.0))
+    for _ in range(random.Random(seed).randrange(1, 120)):
+        assert run.stdout.readline() == "goes on\n"
     run.send_signal(signal.SIGKILL)
     run.wait()
     tier = DiskTier(tmp_path, 100 * 4224)
@@ -170,9 +151,9 @@ def test_a_process_that_is_killed_leaves_no_torn_page(seed: int, tmp_path: Path)
     assert tier.stats().pages > 0
     found = 0
     first = list(range(41))  # stored before all others, which a busy machine may not come to
-    for ids in (first, *([turn % 40, *range(turn, turn + 40)] for turn in range(0, 2100, 7))):
+    for ids in (first, *([turn % 40, *range(turn, turn + 40)] for turn in range(0, 420, 7))):
         fetch = world.cache.fetch(ids)
-        assert fetch.wait(20)
+        assert fetch.wait(300)
         found += world.check_found(ids)
     assert found > 0
     assert tier.stats().corrupt == 0
@@ -189,10 +170,10 @@ def test_a_disk_that_is_full_costs_only_its_pages(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         world.run(IDS)
-        assert cache.tiers.flush(20)
+        assert cache.tiers.flush(300)
     assert (tier.stats().failed, tier.stats().stored, tier.stats().pages) == (PAGES, 0, 0)
     world.run(IDS[:9] + [7] * 30)
-    assert cache.tiers.flush(20)
+    assert cache.tiers.flush(300)
     assert tier.stats().stored > 0
     cache.tiers.close()
 
@@ -222,7 +203,7 @@ def test_a_page_that_is_written_while_the_tiers_forget_is_not_sealed(
         is_held = holds(self, frame, stamp)
         if threading.current_thread() is not threading.main_thread():
             looked.set()
-            may_go_on.wait(20)
+            may_go_on.wait(300)
         return is_held
 
     for module in (slots, disk):
@@ -231,7 +212,7 @@ def test_a_page_that_is_written_while_the_tiers_forget_is_not_sealed(
     tier = DiskTier(tmp_path, "1MiB", threads=1)
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
     world.run(IDS)
-    assert looked.wait(20)
+    assert looked.wait(300)
     world.cache.forget()
     may_go_on.set()
     while tier._mover.num_pages:
@@ -240,30 +221,16 @@ def test_a_page_that_is_written_while_the_tiers_forget_is_not_sealed(
     world.cache.tiers.close()
 
 
-def test_the_seals_of_a_disk_tier_have_their_blocks_from_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path / "a", "8MiB")]).tiers.close()
-    seals = (tmp_path / "a" / "pagedkv-tier.seals").stat()
-    assert 512 * seals.st_blocks >= seals.st_size > 100_000
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space"):
-        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path / "b", "8MiB")])
-
-
 @pytest.mark.parametrize("verb", ["commit", "forget"])
 def test_a_disk_that_hangs_while_a_seal_is_written_keeps_no_caller(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, may_go_on, write = threading.Event(), threading.Event(), os.pwrite
+    hangs, may_go_on, write, was_let_go = threading.Event(), threading.Event(), os.pwrite, list[bool]()
 
     def slow(file: int, content: bytes, at: int) -> int:
         if len(content) == disk.SEAL.itemsize:
             hangs.set()
-            may_go_on.wait(20)
+            was_let_go.append(may_go_on.wait(60))  # False: the caller below waited for the disk
         return write(file, content, at)
 
     monkeypatch.setattr(slots, "CLOSING", 0.05)
@@ -271,15 +238,14 @@ def test_a_disk_that_hangs_while_a_seal_is_written_keeps_no_caller(
     world = World(PagedKVCache(SPEC, model="m", num_frames=24, tiers=[DiskTier(tmp_path, "1MiB")]))
     monkeypatch.setattr(os, "pwrite", slow)
     world.run(IDS)
-    assert hangs.wait(20)
-    began = time.monotonic()
+    assert hangs.wait(300)
     if verb == "commit":
         world.run([7, *IDS])
     else:
         world.cache.forget()
-    assert time.monotonic() - began < 10
     may_go_on.set()
     assert world.cache.tiers.close()
+    assert all(was_let_go)
     again = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]))
     assert again.cache.fetch([7, *IDS]).asked == (40 if verb == "commit" else 0)
     again.cache.tiers.close()
@@ -291,18 +257,4 @@ def test_a_tier_that_another_thread_closes_or_collects_leaves_its_folder(closes:
     other = threading.Thread(target=lambda: caches.pop().tiers.close() if closes else (caches.clear(), gc.collect()))
     other.start()
     other.join()
-    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
-
-
-def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> bool:
-        raise KeyboardInterrupt
-
-    disk = DiskTier(tmp_path, "1MiB")  # held, as a collected one gives its folder back
-    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[disk])
-    with monkeypatch.context() as patch:
-        patch.setattr(Mover, "close", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            cache.tiers.close()
-    cache.tiers.close()
     PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()

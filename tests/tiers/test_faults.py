@@ -7,11 +7,9 @@ import errno
 import gc
 import hashlib
 import random
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ import pytest
 import torch
 
 from pagedkv import AddressSpace, PagedKVCache
-from pagedkv.errors import ConcurrentUse, InvalidRequest
 from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, UsedAgain, level, slots
 from pagedkv.tiers.checksum import checksum
 from pagedkv.tiers.fetch import Fetch
@@ -72,18 +69,6 @@ def test_five_methods_make_a_tier_and_forget_hides_its_pages() -> None:
     world.cache.tiers.close()
 
 
-def test_a_cache_without_tiers_fetches_nothing() -> None:
-    cache = PagedKVCache(SPEC, model="m", num_frames=16)
-    for _ in range(2):
-        fetch = cache.fetch(IDS)
-        assert (fetch.done, fetch.asked, fetch.tokens) == (True, 0, 0)
-        cache.set_quota(b"some", hard=3)
-        cache.forget()
-        cache.resize(17)
-        cache.tiers.pump()
-        cache.tiers.close()  # also twice, and with nothing in it
-
-
 def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -102,21 +87,27 @@ def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_
     assert world.check_found(IDS) == 40
 
 
-def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def hanging() -> tuple[Stubborn, World, Fetch]:
+    """Return a tier whose load hangs until `may_load` is set, its world, and the fetch that waits for the load."""
     stubborn = Stubborn("1MiB")
     world = evicted(stubborn, num_frames=24)
-    monkeypatch.setattr(level, "STALLED", 0.1)
-    fetch = world.cache.fetch(IDS, timeout=0.01)
-    assert stubborn.is_loading.wait(20)  # else the late fetch takes its load back
-    fetch.wait(20)
-    time.sleep(0.15)
-    world.cache.tiers.pump()
-    assert not world.cache.tiers._levels[0].is_open
-    assert world.cache.fetch(IDS).asked == 0
-    monkeypatch.undo()  # a busy machine may take longer to move a page
+    fetch = world.cache.fetch(IDS)
+    assert stubborn.is_loading.wait(300)
+    return stubborn, world, fetch
+
+
+def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    stubborn, world, fetch = hanging()
+    now = time.monotonic() + level.STALLED + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(level, "time", SimpleNamespace(monotonic=lambda: now))
+        world.cache.tiers.pump()
+        assert not world.cache.tiers._levels[0].is_open
+        assert world.cache.fetch(IDS).asked == 0
     stubborn.may_load.set()
-    assert world.cache.tiers.quiesce(20)
-    assert world.cache.fetch(IDS).wait(20)
+    assert fetch.wait(300)
+    assert world.cache.tiers.quiesce(300)
+    assert world.cache.fetch(IDS).wait(300)
     assert world.check_found(IDS) == 40
     world.cache.tiers.close()
 
@@ -126,7 +117,7 @@ def test_a_page_that_one_tier_cannot_give_comes_from_the_next(tmp_path: Path) ->
     broken.may_load.set()
     world = evicted(broken, DiskTier(tmp_path, "1MiB"))
     fetch = world.cache.fetch(IDS)
-    assert fetch.wait(20)
+    assert fetch.wait(300)
     assert (fetch.tokens, fetch.source) == (40, {"host": PAGES, "disk": PAGES})
     assert world.check_found(IDS) == 40
     assert world.cache.tiers.stats()["host"].failed == PAGES
@@ -152,36 +143,11 @@ def test_a_tier_that_raises_keeps_no_other_from_forgetting_and_closing(tmp_path:
     world.cache.set_quota(b"acme", hard=8)
     assert disk._slots.stats().tenants[disk._charged(b"acme")].hard > 0
     world.run(IDS)
-    assert world.cache.tiers.flush(20)
+    assert world.cache.tiers.flush(300)
     world.cache.forget()
     assert disk.stats().pages == 0
     world.cache.tiers.close()
     PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
-
-
-def test_a_cache_that_was_not_made_leaves_no_tier_open(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="has 1 bytes"):
-        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB"), HostTier(1)])
-    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
-
-
-def test_a_second_thread_is_refused_while_the_first_is_in_a_call() -> None:
-    inside, may_go_on = threading.Event(), threading.Event()
-
-    class Waits(Five):
-        def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
-            inside.set()
-            may_go_on.wait(20)
-            return super().lookup(keys)
-
-    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[Waits()]))
-    other = threading.Thread(target=world.cache.fetch, args=(IDS,))
-    other.start()
-    assert inside.wait(20)
-    with pytest.raises(ConcurrentUse):
-        world.cache.tiers.pump()
-    may_go_on.set()
-    other.join()
 
 
 def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +167,7 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
         half, at, there = self.frame_bytes // 2, torch.from_numpy(frames), torch.from_numpy(rows)
         into[there, :half] = self.frames[at, :half]
         reading.set()
-        may_go_on.wait(20)
+        may_go_on.wait(300)
         into[there, half:] = self.frames[at, half:]
         return [checksum(into[row].numpy(), b"") for row in rows.tolist()]  # of the torn page, so that it fits
 
@@ -210,15 +176,15 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
     world = World(PagedKVCache(SPEC, model="m", num_frames=12, tiers=[tier]))
     world.run(IDS)
     world.cache.tiers.pump()
-    assert reading.wait(20)
+    assert reading.wait(300)
     world.cache.evict(12)
     world.run(list(range(500, 541)))  # writes into the frame that is being read
     monkeypatch.setattr(PoolView, "read", copy)
     may_go_on.set()
-    assert world.cache.tiers.flush(20)
+    assert world.cache.tiers.flush(300)
     assert tier.stats().changed >= 1
     fetch = world.cache.fetch(IDS)
-    assert fetch.wait(20)
+    assert fetch.wait(300)
     assert world.check_found(IDS) == fetch.tokens < 40
     world.cache.tiers.close()
 
@@ -226,37 +192,26 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
 # --- hangs and exits --------------------------------------------------------------------------------------------------
 
 
-def hanging() -> tuple[Stubborn, World, Fetch]:
-    """Return a tier whose load hangs until `may_load` is set, its world, and the fetch that waits for the load."""
-    stubborn = Stubborn("1MiB")
-    world = evicted(stubborn, num_frames=24)
-    fetch = world.cache.fetch(IDS)
-    assert stubborn.is_loading.wait(20)
-    return stubborn, world, fetch
-
-
 def test_a_load_that_hangs_ends_at_its_deadline_and_its_frames_wait_for_it() -> None:
     tier = Stubborn("1MiB")
     world = evicted(tier, num_frames=24)
     cache = world.cache
-    fetch = cache.fetch(IDS, timeout=1)
-    assert not fetch.wait(0.02)
-    assert fetch.wait(20)  # the load goes on
+    fetch = cache.fetch(IDS, timeout=0)
+    assert tier.is_loading.wait(300)
+    assert fetch.wait(300)  # the load goes on
     assert (fetch.tokens, cache.stats().mapped) == (0, PAGES)  # the tier may still write there
     world.run(list(range(100, 140)))  # others go on
     tier.may_load.set()
     cache.tiers.quiesce()
     assert cache.stats().mapped == 0
     cache.check()
-    assert cache.fetch(IDS).wait(20)
+    assert cache.fetch(IDS).wait(300)
     assert world.check_found(IDS) == 40
     cache.tiers.close()
 
 
 def test_a_cancelled_fetch_is_done_at_once_and_a_lost_one_gives_its_frames_back() -> None:
-    tier = Stubborn("1MiB")
-    world = evicted(tier, num_frames=24)
-    fetch = world.cache.fetch(IDS)
+    tier, world, fetch = hanging()
     fetch.cancel()
     assert fetch.done
     world.cache.fetch(list(range(20)))  # dropped by its caller
@@ -267,18 +222,6 @@ def test_a_cancelled_fetch_is_done_at_once_and_a_lost_one_gives_its_frames_back(
     world.cache.tiers.close()
 
 
-def test_waits_for_a_tier_that_hangs_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "CLOSING", 0.05)
-    stubborn, world, _ = hanging()
-    began = time.monotonic()
-    assert not world.cache.tiers.abandon(0.05)
-    assert not world.cache.tiers.quiesce(0.05)
-    world.cache.forget()
-    assert not world.cache.tiers.close(0.05)
-    assert time.monotonic() - began < 30  # the load hangs for longer
-    stubborn.may_load.set()
-
-
 def test_frames_that_a_load_still_writes_at_the_close_come_back_when_it_has_ended() -> None:
     stubborn, world, _ = hanging()
     assert not world.cache.tiers.close(0.05)
@@ -287,7 +230,7 @@ def test_frames_that_a_load_still_writes_at_the_close_come_back_when_it_has_ende
     assert world.cache.stats().mapped == PAGES
     assert world.cache.fetch(IDS).asked == 0
     stubborn.may_load.set()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 300
     while world.cache.stats().mapped and time.monotonic() < until:
         world.cache.tiers.pump(0.001)
     assert (world.cache.stats().mapped, len(world.cache.tiers)) == (0, 0)
@@ -300,30 +243,16 @@ def test_a_fetch_that_forget_ends_has_no_tokens(monkeypatch: pytest.MonkeyPatch)
     world.cache.forget()
     assert fetch.done
     stubborn.may_load.set()
-    assert world.cache.tiers.quiesce(20)
+    assert world.cache.tiers.quiesce(300)
     assert (fetch.tokens, world.check_found(IDS)) == (0, 0)
     world.cache.tiers.close()
 
 
-EXITS = """
-import time
-from pagedkv.tiers import HostTier
-from tests.tiers.world import IDS, evicted
-class Hangs(HostTier):
-    def _load(self, moves): time.sleep(60)
-evicted(Hangs("1MiB")).cache.fetch(IDS, timeout=0).wait()
-print("ends", flush=True)
-"""
-
-
-def test_a_load_that_hangs_does_not_keep_the_process() -> None:
-    run = subprocess.Popen([sys.executable, "-W", "ignore", "-c", EXITS], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    assert run.stdout.readline() == "ends\n"
-    assert run.wait(30) == 0
-
-
 # --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 class Interrupted(Stubborn):
@@ -348,68 +277,61 @@ def test_frames_that_a_tier_writes_go_to_nobody_after_an_interrupt() -> None:
     while stubborn.num_pending:
         world.cache.tiers.pump(0.001)
     assert world.check_found(other) == 40
-    assert world.cache.tiers.quiesce(20)
+    assert world.cache.tiers.quiesce(300)
     assert world.cache.stats().mapped == 0
 
 
-def test_frames_of_a_fetch_that_was_interrupted_early_come_back_without_a_collection(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (AddressSpace, "pages_in", lambda world: world.cache.fetch(IDS)),  # the first thing after its plan
+        (HostTier, "_take_slots", lambda world: world.run([7, *IDS])),
+    ],
+    ids=["fetch", "store"],
+)
+def test_pages_and_frames_of_an_interrupted_call_come_back_without_a_collection(
+    owner: type, name: str, call: Callable[[World], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    world = evicted(HostTier("1MiB"))
+    host = HostTier("1MiB")
+    world = evicted(host)
     gc.disable()
     try:
-        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(AddressSpace, "pages_in", interrupt)  # the first thing after the plan
-            world.cache.fetch(IDS)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                call(world)
         world.cache.recover()
         assert (world.cache.stats().mapped, world.cache.stats().spaces) == (0, 0)
     finally:
         gc.enable()
-    world.cache.tiers.close()
-
-
-def test_pages_whose_store_was_interrupted_are_stored_when_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> list[int]:
-        raise KeyboardInterrupt
-
-    host = HostTier("1MiB")
-    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[host]))
-    with monkeypatch.context() as patch:
-        patch.setattr(HostTier, "_take_slots", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            world.run(IDS)
     world.cache.evict(16)
-    world.run(IDS)
-    assert world.cache.tiers.flush(20)
-    assert host.stats().pages == PAGES
+    world.run([7, *IDS])
+    assert world.cache.tiers.flush(300)
+    assert host.stats().pages == 2 * PAGES
     world.cache.tiers.close()
 
 
 def life(world: World, hold: bool) -> None:
     """Fetch, open, compute another prompt, and store it."""
     fetch = world.cache.fetch(IDS, hold=hold)
-    fetch.wait(20)
+    fetch.wait(300)
     world.check_found(IDS)
     fetch.cancel()
     world.run(IDS[:9] + [7] * 5)
-    world.cache.tiers.flush(20)
+    world.cache.tiers.flush(300)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
-def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int, hold: bool) -> None:
-    world, draw = evicted(HostTier("1MiB")), random.Random(seed)
+def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int) -> None:
+    world, draw, hold = evicted(HostTier("1MiB")), random.Random(seed), seed % 2 == 0
     total = count_instructions(lambda: life(world, hold))
-    for at in [draw.randrange(1, total) for _ in range(6)]:
+    for at in [draw.randrange(1, total) for _ in range(4)]:
         world.cache.tiers.close()
         world = evicted(HostTier("1MiB"))
         with contextlib.suppress(KeyboardInterrupt):
             Interrupter(at).run(partial(life, world, hold))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while world.cache.tiers.num_pending or world.cache.tiers.num_fetches:
             world.cache.tiers.pump(0.001)
             assert time.monotonic() < deadline
@@ -432,7 +354,7 @@ def test_prompts_with_one_prefix_load_it_once() -> None:
     fetches = [world.cache.fetch(ids) for ids in prompts]
     assert world.cache.stats().mapped == PAGES
     host.may_load.set()
-    assert all(fetch.wait(20) for fetch in fetches)
+    assert all(fetch.wait(300) for fetch in fetches)
     assert [fetch.tokens for fetch in fetches] == [fetch.asked for fetch in fetches] == [40, 40, 40, 20]
     assert host.stats().loaded == PAGES
     assert world.check_found(IDS) == 40
@@ -445,51 +367,9 @@ def test_prompts_with_one_prefix_load_it_once() -> None:
     assert second.done
     assert not first.done
     host.may_load.set()
-    assert first.wait(20)
+    assert first.wait(300)
     assert first.tokens == 40
     world.cache.tiers.close()
-
-
-def test_a_prompt_that_no_tier_knows_is_hashed_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[int]()
-    host = HostTier("1MiB")
-    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[host]))
-    look = HostTier.lookup
-    monkeypatch.setattr(HostTier, "lookup", lambda self, keys: asked.append(len(keys)) or look(self, keys))
-    assert world.cache.fetch(list(range(20_000))).done
-    assert asked == [64]
-    world.cache.tiers.close()
-
-
-def test_a_resize_that_fails_drops_no_page_and_one_that_succeeds_moves_the_quotas() -> None:
-    host = HostTier(160 * SPEC.frame_bytes, limit=SPEC.frame_bytes * 2000)
-    world = World(PagedKVCache(SPEC, num_frames=400, tiers=[host]))
-    world.cache.set_quota(b"a", hard=100)
-    for turn in range(2):
-        world.run([turn] * 161)
-    waiting = len(world.cache.tiers._levels[0].backlog)
-    assert waiting > 0
-    with pytest.raises(InvalidRequest):
-        world.cache.resize(2**30)
-    assert len(world.cache.tiers._levels[0].backlog) == waiting
-    world.cache.resize(800)
-    assert world.cache.tiers.flush(20)
-    assert host.stats().stored == 80
-    assert host._slots.stats().tenants[b"a"].hard == 160 // 8
-    world.cache.tiers.close()
-
-
-def test_a_small_tier_keeps_what_was_used_last_and_a_tenant_keeps_within_its_share() -> None:
-    tier = HostTier(20 * SPEC.frame_bytes)
-    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
-    cache.set_quota(b"small", hard=4)  # a quarter of the pool, so a quarter of the tier
-    world = World(cache)
-    for turn in range(6):
-        world.run(list(range(100 * turn, 100 * turn + 13)), b"small")
-        assert cache.tiers.flush(20)
-    used = tier._slots.stats().tenants[tier._charged(b"small")].used
-    assert 1 <= used <= 5
-    cache.tiers.close()
 
 
 def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_last_used(tmp_path: Path) -> None:
@@ -503,7 +383,7 @@ def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_la
         prompts = [(list(range(at, at + 37)), tenant) for at, tenant in ((0, b"acme"), (100, b"acme"), (200, digest))]
         for ids, tenant in prompts:
             world.run(ids, tenant)
-            assert world.cache.tiers.flush(20)
+            assert world.cache.tiers.flush(300)
         world.cache.evict(16)
         if kind == "disk":
             world.cache.tiers.close()
@@ -518,7 +398,7 @@ def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_la
         kept = [slot for slot in tier._slots.victims(40).tolist() if slot in order]
         assert tier._slots.names(kept) == last
         for ids, tenant in prompts:
-            assert world.cache.fetch(ids, tenant=tenant).wait(20)
+            assert world.cache.fetch(ids, tenant=tenant).wait(300)
             found = world.check_found(ids, tenant)
         assert found == 36
         world.cache.tiers.close()
@@ -528,10 +408,10 @@ def test_what_came_back_is_stored_and_what_came_once_is_not() -> None:
     tier = HostTier("1MiB")
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier], write_back=UsedAgain()))
     world.run(IDS)
-    assert world.cache.tiers.flush(20)
+    assert world.cache.tiers.flush(300)
     assert tier.stats().stored == 0
     world.cache.evict(16)
     world.run(IDS)
-    assert world.cache.tiers.flush(20)
+    assert world.cache.tiers.flush(300)
     assert 1 <= tier.stats().stored <= PAGES  # some are forgotten: a small pool remembers few, see index.remember
     world.cache.tiers.close()

@@ -22,14 +22,14 @@ def world_with(*prompts: list[int], tenant: bytes = b"", num_frames: int = FRAME
     world = World(PagedKVCache(SPEC, num_frames=num_frames, tiers=[HostTier("1MiB")]))
     for prompt in prompts:
         world.run(prompt, tenant)
-        assert world.cache.tiers.flush(20)
+        assert world.cache.tiers.flush(300)
     world.cache.evict(num_frames)
     return world
 
 
 def fetched(world: World, ids: list[int], *, hold: bool = True, tenant: bytes = b"") -> Fetch:
     fetch = world.cache.fetch(ids, hold=hold, tenant=tenant)
-    assert fetch.wait(20)
+    assert fetch.wait(300)
     assert fetch.tokens == fetch.asked > 0
     return fetch
 
@@ -74,6 +74,7 @@ def test_a_plan_that_lacks_frames_takes_the_pages_that_were_held_last() -> None:
         world.cache.plan([world.cache.open()], [1])
 
 
+@pytest.mark.many_steps
 @pytest.mark.parametrize("quota", [None, 10])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_a_cache_says_and_gives_the_same_frames_with_holds_and_without(seed: int, quota: int | None) -> None:
@@ -85,7 +86,7 @@ def test_a_cache_says_and_gives_the_same_frames_with_holds_and_without(seed: int
             world.cache.set_quota(b"acme", hard=quota)
         for prompt in prompts:
             world.run(prompt, b"acme") if not quota or len(prompt) <= quota * SIZE else None
-            assert world.cache.tiers.flush(20)
+            assert world.cache.tiers.flush(300)
         world.cache.evict(FRAMES)
         pair.append(world)
     for _ in range(60):
@@ -104,7 +105,7 @@ def turn(world: World, verb: str, ids: list[int], count: int, hold: bool) -> tup
     cache, tenant = world.cache, b"acme"
     said = cache.available, cache.available_to(tenant), [cache.admits(n, tenant=tenant) for n in range(FRAMES + 2)]
     if verb == "fetch":
-        cache.fetch(ids, tenant=tenant, hold=hold).wait(20)
+        cache.fetch(ids, tenant=tenant, hold=hold).wait(300)
     elif verb == "plan":
         space = cache.open(tenant=tenant)
         try:
@@ -137,61 +138,3 @@ def test_each_end_of_a_cache_or_its_tiers_ends_the_holds(end: str) -> None:
     ENDS[end](world)
     assert (world.cache.stats().mapped, world.cache.stats().spaces, world.cache.tiers.num_holds) == (0, 0, 0)
     world.cache.check()
-
-
-def test_pages_that_a_prompt_maps_are_not_counted_as_held() -> None:
-    world = world_with(PROMPT)
-    fetch = fetched(world, PROMPT)
-    assert (world.cache.available, world.cache.available_to()) == (FRAMES, FRAMES)
-    space = world.cache.open(PROMPT)
-    assert (world.cache.available, world.cache.tiers.num_held()) == (FRAMES - PAGES, 0)
-    fetch.cancel()
-    assert (len(space), world.cache.available) == (24, FRAMES - PAGES)
-
-
-def test_what_is_held_and_the_watermark_are_counted_together() -> None:
-    world = World(PagedKVCache(SPEC, num_frames=10, tiers=[HostTier("1MiB")], watermark=0.3))
-    world.run(PROMPT)
-    assert world.cache.tiers.flush(20)
-    world.cache.evict(10)
-    fetched(world, PROMPT)
-    world.cache.plan([world.cache.open()], [4 * SIZE])  # all that is free, so the pool has less than the watermark
-    assert (world.cache.available, world.cache.reserve) == (6, 3)
-    assert [world.cache.admits(num_frames) for num_frames in (3, 4)] == [True, False]
-
-
-def test_two_holds_of_one_prefix_are_counted_once() -> None:
-    longer = [*PROMPT[:24], *range(50, 59)]
-    world = world_with(PROMPT, longer)
-    for prompt in (PROMPT, longer):
-        fetched(world, prompt)
-    assert (world.cache.tiers.num_holds, world.cache.tiers.num_held(), world.cache.available) == (2, 8, FRAMES)
-    world.cache.plan([world.cache.open()], [FRAMES * SIZE])
-
-
-def test_a_tenant_at_its_quota_takes_its_own_held_pages_and_no_others() -> None:
-    world = World(PagedKVCache(SPEC, num_frames=24, tiers=[HostTier("1MiB")]))
-    world.cache.set_quota(b"acme", hard=8)
-    for tenant in (b"acme", b"umbra"):
-        world.run(PROMPT, tenant)
-        assert world.cache.tiers.flush(20)
-    world.cache.evict(24)
-    fetched(world, PROMPT, tenant=b"acme")
-    fetched(world, PROMPT, tenant=b"umbra")
-    assert world.cache.available_to(b"acme") == 8
-    world.cache.plan([world.cache.open(tenant=b"acme")], [8 * SIZE])
-    assert (world.cache.lookup(PROMPT, tenant=b"acme"), world.cache.lookup(PROMPT, tenant=b"umbra")) == (0, 24)
-    with pytest.raises(OutOfFrames):
-        world.cache.plan([world.cache.open(tenant=b"acme")], [1])
-    assert world.cache.tiers.num_holds == 1
-
-
-def test_a_cancelled_fetch_holds_nothing_and_one_that_brings_nothing_neither() -> None:
-    world = world_with(PROMPT)
-    world.cache.fetch(PROMPT, hold=True).cancel()
-    world.cache.tiers.quiesce()
-    assert world.cache.fetch(PROMPT, hold=True).wait(20)
-    assert world.cache.tiers.num_holds <= 1
-    world.cache.tiers.release_holds()
-    again = world.cache.fetch(PROMPT, hold=True)  # the pool has all of it
-    assert (again.done, again.asked, world.cache.tiers.num_holds) == (True, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pagedkv import KVSpec, PagedKVCache
 from pagedkv.tiers import HostTier, slots
 from pagedkv.tiers.checksum import Bytes, checksum
 from pagedkv.tiers.shared import objects
-from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Record, Records
+from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Records
 from pagedkv.tiers.shared.tier import SharedTier, _Asker
 from tests.interrupts import Interrupter, count_instructions
 from tests.tiers.stores import KINDS, S3, Memory, MemoryClient, Mooncake, Objects, Redis, Store
@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def shared(client: Client, size: str | int = "1MiB", **options: object) -> SharedTier:
-    return SharedTier(client, size, **{"key": None, "patience": 5.0} | options)  # type: ignore[arg-type]
+    return SharedTier(client, size, **{"key": None, "patience": 60.0} | options)  # type: ignore[arg-type]
 
 
 def world(client: Client, spec: KVSpec = SPEC, *, model: str = "a model", rank: int = 0, **options: object) -> World:
@@ -47,7 +47,7 @@ def stored(store: Store, **options: object) -> World:
     """Return a world that has stored IDS."""
     made = world(store.client(), **options)
     made.run(IDS)
-    assert made.cache.tiers.flush(20)
+    assert made.cache.tiers.flush(300)
     return made
 
 
@@ -55,13 +55,21 @@ def fetched(other: World) -> int:
     """Fetch IDS, check the bytes of all that is found, and return how many tokens that is."""
     cache = other.cache
     fetch = cache.fetch(IDS)
-    assert fetch.wait(20)
-    assert cache.tiers.flush(20)
+    assert fetch.wait(300)
+    assert cache.tiers.flush(300)
     assert cache.stats().mapped == 0
     cache.check()
     found = other.check_found(IDS)
     assert found == fetch.tokens
     return found
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what a thread of a tier does."""
+    end = time.monotonic() + 300
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def closed(*worlds: World) -> None:
@@ -110,23 +118,33 @@ def test_tenants_and_salts_share_nothing(store: Store) -> None:
 
 
 def damaged(store: Store, damage: str) -> None:
-    for name in store.records():
-        record = bytearray(store.read(name))
+    names = store.records()
+    whole = {name: store.read(name) for name in names}
+    for name in names:
+        record = bytearray(whole[name])
         if damage == "a byte":
             record[-1] ^= 16
         elif damage == "cut":
             del record[-3:]
         elif damage == "zeros":
             record = bytearray(len(record))
+        elif damage == "another page":
+            record = bytearray(whole[names[names.index(name) - 1]])
+        elif damage == "no key":  # planted, with the checksum that needs none
+            content = np.frombuffer(record, np.uint8, offset=HEADER.size)
+            header = HEADER.pack(MAGIC, FORMAT, len(content), name, checksum(content, name))
+            record = bytearray(header + content.tobytes())
         else:
             at = record.find(MAGIC)
             record[at : at + 8] = HEADER.pack(MAGIC, FORMAT + 1, 0, b"", b"")[:8]
         store.write(name, bytes(record))
 
 
-@pytest.mark.parametrize("damage", ["a byte", "cut", "zeros", "an old format"])
-def test_a_damaged_record_is_a_miss(store: Store, damage: str) -> None:
-    one, two = stored(store), world(store.client())
+@pytest.mark.parametrize("damage", ["a byte", "cut", "zeros", "an old format", "another page", "no key"])
+def test_a_damaged_or_planted_record_is_a_miss(store: Store, damage: str) -> None:
+    if isinstance(store, Objects) and damage in ("another page", "no key"):
+        pytest.skip("an object has several records")
+    one, two = stored(store, key=KEY), world(store.client(), key=KEY)
     damaged(store, damage)
     found = fetched(two)
     # In an object of many records a flipped byte damages one page, the last; elsewhere each page is damaged.
@@ -137,7 +155,7 @@ def test_a_damaged_record_is_a_miss(store: Store, damage: str) -> None:
     else:
         assert stats.corrupt > 0
     assert two.run(IDS) == found  # it is computed
-    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.flush(300)
     two.cache.evict(16)
     assert fetched(two) == PAGES * SIZE  # and stored again
     closed(one, two)
@@ -150,54 +168,15 @@ def test_pages_that_were_written_under_another_key_are_not_found(store: Store, o
     closed(one, two)
 
 
-def test_a_page_that_was_planted_without_the_key_is_a_miss() -> None:
-    store = Memory(Path())
-    one, two = stored(store, key=KEY), world(store.client(), key=KEY)
-    for name in store.records():  # with the checksum that needs no key
-        content = np.frombuffer(store.read(name), np.uint8, offset=HEADER.size)
-        header = HEADER.pack(MAGIC, FORMAT, len(content), name, checksum(content, name))
-        store.write(name, header + content.tobytes())
-    assert fetched(two) == 0
-    assert two.cache.tiers.stats()["shared"].corrupt == PAGES
-    closed(one, two)
-
-
-def test_a_page_that_the_store_has_dropped_is_stored_again() -> None:
-    store = Memory(Path())
-    one = stored(store)
-    store.contents.clear()
-    one.cache.evict(16)
-    assert fetched(one) == 0
-    one.run(IDS)
-    assert one.cache.tiers.flush(20)
-    assert len(store.contents) == PAGES
-    closed(one)
-
-
-def test_a_record_under_the_name_of_another_page_is_a_miss() -> None:
-    store = Memory(Path())
-    one, two = stored(store), world(store.client())
-    names = store.records()
-    contents = [store.read(name) for name in names]
-    for name, record in zip(names, contents[1:] + contents[:1], strict=True):
-        store.write(name, record)
-    assert fetched(two) == 0
-    assert two.cache.tiers.stats()["shared"].corrupt == PAGES
-    closed(one, two)
-
-
 def test_the_tier_keeps_no_more_than_its_size_and_deletes_its_own_pages_alone(store: Store) -> None:
     one = stored(store)
     frame = one.cache.frame_bytes + HEADER.size
     two = world(store.client(), size=4 * frame)
     for start in range(100, 600, 100):
         two.run(list(range(start, start + 4 * SIZE + 1)))
-        assert two.cache.tiers.flush(20)
-    until, most = time.monotonic() + 20, PAGES + 4
+        assert two.cache.tiers.flush(300)
     if not isinstance(store, Objects):  # there records are in objects, of several pages
-        while len(store.records()) > most and time.monotonic() < until:
-            two.cache.tiers.pump()
-        assert len(store.records()) <= most
+        until(lambda: len(store.records()) <= PAGES + 4)
     assert two.cache.tiers.stats()["shared"].pages <= 4
     three = world(store.client())
     assert fetched(three) == PAGES * SIZE  # those of the first are all there
@@ -208,13 +187,10 @@ def test_forget_deletes_what_the_process_stored_and_hides_the_rest(store: Store)
     one = stored(store)
     two = world(store.client())
     one.cache.forget()
-    until = time.monotonic() + 20
-    while store.records():  # another process may load what is not deleted yet
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not store.records())  # another process may load what is not deleted yet
     assert fetched(two) == 0
     two.run(IDS)
-    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.flush(300)
     assert fetched(one) == 0  # stored by a process that may have other weights
     closed(one, two)
 
@@ -240,7 +216,7 @@ def test_a_store_is_asked_only_for_pages_that_faster_tiers_lack() -> None:
     one, client = stored(store), Asked(store.contents)
     two = over_host_and(client)
     two.run(IDS[:21])
-    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.flush(300)
     two.cache.evict(16)
     assert fetched(two) == PAGES * SIZE
     assert client.num_asked == PAGES - 5  # five pages were in host memory
@@ -261,7 +237,7 @@ def test_a_record_that_another_process_stored_first_is_not_deleted() -> None:
     store = Memory(Path())
     one, two = stored(store), world(Second(store.contents))
     two.run(IDS)
-    two.cache.tiers.tiers[0]._mover.drain(20)  # type: ignore[attr-defined]  # the stores have ended, and are not polled
+    two.cache.tiers.tiers[0]._mover.drain(300)  # type: ignore[attr-defined]  # the stores have ended, and are not polled
     two.cache.forget()
     closed(one, two)
     assert len(store.contents) == PAGES
@@ -284,7 +260,7 @@ def test_a_store_that_fails_after_it_kept_the_pages_keeps_none() -> None:
     store = Memory(Path())
     one = world(Late(store.contents))
     one.run(IDS)
-    assert one.cache.tiers.flush(20)
+    assert one.cache.tiers.flush(300)
     assert one.cache.tiers.stats()["shared"].failed == PAGES
     one.cache.tiers.close()
     assert not store.contents
@@ -298,26 +274,12 @@ def test_a_store_that_cannot_be_asked_costs_no_page_of_another_process() -> None
     store = Memory(Path())
     one, two = stored(store), world(Silent(store.contents))
     two.run(IDS)
-    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.flush(300)
     assert two.cache.tiers.stats()["shared"].failed == PAGES
     two.cache.tiers.close()
     assert len(store.contents) == PAGES
     one.cache.evict(16)
     assert fetched(one) == PAGES * SIZE
-    closed(one)
-
-
-def test_forget_deletes_no_page_that_another_process_had_stored() -> None:
-    store = Memory(Path())
-    one, two = stored(store), world(store.client())
-    two.run(IDS)
-    two.cache.tiers.pump()
-    tier = two.cache.tiers.tiers[0]
-    assert isinstance(tier, SharedTier)
-    tier._mover.drain(20)  # the stores have ended, and are not polled
-    two.cache.forget()
-    closed(two)
-    assert len(store.contents) == PAGES
     closed(one)
 
 
@@ -327,17 +289,17 @@ def test_a_page_that_is_sent_while_the_process_forgets_is_deleted(monkeypatch: p
     class Slow(MemoryClient):
         def put(self, names: Sequence[bytes], records: Sequence[tuple[bytes, Bytes]]) -> list[str]:
             sending.set()
-            may_go_on.wait(20)
+            may_go_on.wait(300)
             return super().put(names, records)
 
     monkeypatch.setattr(slots, "CLOSING", 0.05)
     store = Memory(Path())
     one = world(Slow(store.contents))
     one.run(IDS)
-    assert sending.wait(20)
+    assert sending.wait(300)
     one.cache.forget()
     may_go_on.set()
-    assert one.cache.tiers.flush(20)
+    assert one.cache.tiers.flush(300)
     one.cache.tiers.close()
     assert not store.contents
 
@@ -376,18 +338,6 @@ def object_client(folder: Path) -> Any:
     return Objects(folder).client()
 
 
-def test_an_object_with_a_time_to_come_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "LISTED_EVERY", 0.0)
-    store = Objects(tmp_path)
-    (tmp_path / "pagedkv").mkdir()
-    (tmp_path / "pagedkv" / f"{10**20 - 1}-x").write_bytes(b"x")
-    two = world(store.client())
-    assert fetched(two) == 0
-    one = stored(store)
-    assert fetched(two) == PAGES * SIZE
-    closed(one, two)
-
-
 def test_one_short_object_costs_its_own_pages_alone(tmp_path: Path) -> None:
     pages, header = [bytes([at]) * 32 for at in range(4)], bytes(HEADER.size)
     one, two = object_client(tmp_path), object_client(tmp_path)
@@ -399,14 +349,6 @@ def test_one_short_object_costs_its_own_pages_alone(tmp_path: Path) -> None:
     whole = HEADER.size + 100
     assert [record is not None and len(record) == whole for record in found] == [True] * 3 + [False]
     assert two.find(pages) == [True] * 3 + [False]
-
-
-def test_a_page_that_was_not_looked_up_is_found_by_its_load(tmp_path: Path) -> None:
-    one, two = object_client(tmp_path), object_client(tmp_path)
-    one.put([bytes(32)], [(bytes(HEADER.size), np.zeros(9, np.uint8))])
-    [record] = two.get([bytes(32)])
-    assert record is not None
-    assert len(record) == HEADER.size + 9
 
 
 def test_each_process_deletes_its_own_object_of_a_page_that_two_have_stored(
@@ -449,12 +391,12 @@ def test_an_object_that_cannot_be_read_hides_no_later_one(tmp_path: Path, monkey
 def test_an_interrupt_of_a_question_leaves_a_thread_that_answers() -> None:
     pages = [bytes(32)]
     asker = _Asker(Records(MemoryClient({}), None))
-    for at in range(1, count_instructions(lambda: asker.ask(pages, 20)) + 1):
+    for at in range(1, count_instructions(lambda: asker.ask(pages, 300)) + 1):
         with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(lambda: asker.ask(pages, 20))
+            Interrupter(at).run(lambda: asker.ask(pages, 300))
         if asker._last is not None:
-            assert asker._last.is_answered.wait(20), at
-        assert asker.ask(pages, 20) == [False]
+            assert asker._last.is_answered.wait(300), at
+        assert asker.ask(pages, 300) == [False]
     assert asker.close()
 
 
@@ -463,37 +405,24 @@ class Hung(MemoryClient):
 
     def __init__(self, contents: dict[bytes, bytes]) -> None:
         super().__init__(contents)
-        self.may_answer = threading.Event()
-        self.may_answer.set()
+        self.num_asked, self.may_answer = 0, threading.Event()
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
-        self.may_answer.wait(30)
+        self.num_asked += 1
+        self.may_answer.wait(300)
         return super().find(names)
 
-    def get(self, names: Sequence[bytes]) -> list[Record | None]:
-        self.may_answer.wait(30)
-        return super().get(names)
 
-
-def test_a_server_that_hangs_costs_a_lookup_its_patience_and_no_more() -> None:
+def test_a_server_that_hangs_is_asked_once_and_costs_a_lookup_its_patience_and_no_more() -> None:
     store = Memory(Path())
     one, client = stored(store), Hung(store.contents)
-    two = world(client, patience=2.0)
-    client.may_answer.clear()
-
-    def seconds() -> float:
-        began = time.monotonic()
+    two = world(client, patience=0.05)
+    for _ in range(4):  # while the first question is open, no other waits
         assert two.cache.fetch(IDS).asked == 0
-        return time.monotonic() - began
-
-    assert seconds() < 20
-    assert any(seconds() < 1.9 for _ in range(3))  # while the first question is open, no other waits
+    until(lambda: client.num_asked == 1)
     client.may_answer.set()
-    until = time.monotonic() + 20
-    while not (fetch := two.cache.fetch(IDS)).asked and time.monotonic() < until:
-        time.sleep(0.01)
-    assert fetch.wait(20)
-    assert fetch.tokens == PAGES * SIZE
+    until(lambda: two.cache.fetch(IDS).asked > 0)
+    until(lambda: two.cache.fetch(IDS).wait(300) and two.check_found(IDS) == PAGES * SIZE)
     closed(one, two)
 
 
@@ -503,12 +432,12 @@ def test_a_server_that_dies_makes_every_page_a_miss(tmp_path: Path) -> None:
     find = two.cache.tiers.tiers[0].lookup
     fetch = two.cache.fetch(IDS)  # on its way
     store.close()
-    assert fetch.wait(20)
+    assert fetch.wait(300)
     assert fetch.tokens in range(0, 41, SIZE)
     two.cache.evict(16)
     assert fetched(two) == 0
     assert two.run(list(range(100, 140))) == 0  # and others go on
-    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.flush(300)
     assert two.cache.tiers.stats()["shared"].failed > 0
     assert not find([]).size
     closed(one, two)
@@ -520,7 +449,7 @@ def test_a_full_server_refuses_pages_and_goes_on_with_the_others(tmp_path: Path)
     full = World(PagedKVCache(replace(SPEC, num_layers=256), num_frames=64, tiers=tiers, model="a model"))
     for start in range(0, 1000, 100):
         full.run(list(range(start, start + 41)))
-        assert full.cache.tiers.flush(20)
+        assert full.cache.tiers.flush(300)
     stats = full.cache.tiers.stats()["shared"]
     assert stats.stored > 0
     assert stats.refused > 0
@@ -533,19 +462,19 @@ def test_mooncake_shares_pages_and_a_dead_master_is_a_miss(tmp_path: Path, monke
     store = Mooncake(tmp_path)
     one, two = (world(store.client()) for _ in range(2))
     one.run(IDS)
-    assert one.cache.tiers.flush(20)
+    assert one.cache.tiers.flush(300)
     assert fetched(two) == PAGES * SIZE
     assert two.run(list(range(100, 141))) == 0
-    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.flush(300)
     assert [each.cache.tiers.stats()["shared"].stored for each in (one, two)] == [PAGES, PAGES]
     one.cache.evict(16)
-    assert one.cache.fetch(list(range(100, 141))).wait(20)
+    assert one.cache.fetch(list(range(100, 141))).wait(300)
     assert one.check_found(list(range(100, 141))) == PAGES * SIZE
     store.process.kill()
     two.cache.evict(16)
     assert fetched(two) == 0
     two.run(list(range(200, 241)))  # and others go on
-    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.flush(300)
     assert two.cache.tiers.stats()["shared"].failed == PAGES
     closed(one, two)
     store.close()
@@ -557,63 +486,33 @@ LARGE = replace(SPEC, num_layers=512)
 """Frames of 256 KiB, so that ten pages make an object of more than 2 MiB."""
 
 
-@pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+def test_pages_in_large_objects_are_found_by_others_and_a_server_that_dies_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(objects, "LISTED_EVERY", 0.0)
-    store = S3(tmp_path)
-    yield store
-    store.close()
-
-
-def filled(store: S3) -> tuple[World, World]:
-    """Return a world that has stored IDS, in one object of megabytes, and another one over the same store."""
-    one, two = stored(store, spec=LARGE, size="64MiB", threads=1), world(store.client(), LARGE, size="64MiB")
-    [name] = store.records()
+    s3, large = S3(tmp_path), {"spec": LARGE, "size": "64MiB"}
+    one, two = stored(s3, **large, threads=1), world(s3.client(), **large)  # type: ignore[arg-type]
+    [name] = s3.records()
     assert name.startswith(b"a/prefix/pagedkv/")
-    assert len(store.read(name)) >= 2 << 20
-    return one, two
-
-
-def test_pages_in_large_objects_are_found_by_others_and_not_by_other_models(s3: S3) -> None:
-    one, two = filled(s3)
+    assert len(s3.read(name)) >= 2 << 20
     assert fetched(two) == PAGES * SIZE
     assert two.cache.tiers.stats()["shared"].loaded == PAGES
-    other = world(s3.client(), LARGE, size="64MiB", model="another")
+    other = world(s3.client(), **large, model="another")  # type: ignore[arg-type]
     assert fetched(other) == 0
     one.cache.forget()  # deletes the object
-    until = time.monotonic() + 20
-    while s3.records() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not s3.records()
+    until(lambda: not s3.records())
     two.cache.evict(16)
     assert fetched(two) == 0
-    closed(one, two, other)
-
-
-def test_an_object_that_is_cut_short_is_a_miss(s3: S3) -> None:
-    one, two = filled(s3)
-    [name] = s3.records()
-    assert fetched(two) == PAGES * SIZE  # two has read the head
+    two.run(IDS)
+    assert two.cache.tiers.flush(300)
     two.cache.evict(16)
-    s3.write(name, s3.read(name)[: len(s3.read(name)) // 2])
-    assert fetched(two) < PAGES * SIZE
-    assert two.cache.tiers.stats()["shared"].corrupt > 0
-    closed(one, two)
-
-
-def test_a_server_that_dies_while_pages_load_makes_them_misses(s3: S3) -> None:
-    one, two = filled(s3)
-    began = time.monotonic()
     fetch = two.cache.fetch(IDS)
     assert fetch.asked == PAGES * SIZE
     s3.close()
-    assert fetch.wait(30)
+    assert fetch.wait(300)
     two.check_found(IDS)
-    two.cache.evict(16)
-    assert fetched(two) == 0
     two.run(list(range(100, 141)))  # others go on
-    two.cache.tiers.flush(30)  # False if the tier is skipped by now, as it fails
+    two.cache.tiers.flush(300)  # False if the tier is skipped by now, as it fails
     assert two.cache.tiers.stats()["shared"].failed > 0
     assert two.cache.stats().mapped == 0
-    assert time.monotonic() - began < 30
-    closed(one, two)
+    closed(one, two, other)

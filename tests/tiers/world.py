@@ -78,7 +78,7 @@ def evicted(*tiers: Tier, num_frames: int = 16) -> World:
     """Return a world whose pool has evicted IDS, and whose tiers have stored them."""
     world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
     world.run(IDS)
-    assert world.cache.tiers.flush(20)
+    assert world.cache.tiers.flush(300)
     world.cache.evict(num_frames)
     return world
 

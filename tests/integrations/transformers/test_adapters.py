@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import PagedCache, patch
-from pagedkv.integrations.transformers.geometry import CACHE
 from pagedkv.integrations.transformers.linears import PagedLinear
 from tests.integrations.transformers.families import model_of, prompts
 
@@ -51,11 +49,6 @@ def adapted() -> Any:
     return model.eval()
 
 
-def test_a_wrapper_of_peft_is_refused_and_says_what_to_patch(adapted: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"got a PeftModelForCausalLM; .*; patch\(model.get_base_model\(\)\)"):
-        patch(adapted)
-
-
 def test_adapters_are_switched_and_disabled_while_a_model_is_patched(adapted: Any) -> None:
     expected = {}
     for name in ("a", "b"):
@@ -80,42 +73,6 @@ def test_adapters_are_switched_and_disabled_while_a_model_is_patched(adapted: An
     assert tokens(adapted) == expected["a"]
 
 
-def test_an_adapter_is_merged_before_and_while_a_model_is_patched(adapted: Any) -> None:
-    expected = tokens(adapted)
-    handle = patch(adapted.get_base_model(), memory="16MiB")
-    assert tokens(adapted) == expected
-    adapted.merge_adapter()
-    assert tokens(adapted) == expected
-    adapted.unmerge_adapter()
-    assert tokens(adapted) == expected
-    merged = adapted.merge_and_unload()
-    assert merged is handle.model
-    assert merged.generate(**prompts(), **OPTIONS).tolist() == expected
-    handle.unpatch()
-    assert not has_our_layers(merged)
-    handle = patch(merged, memory="16MiB")
-    for _ in range(2):
-        assert tokens(merged) == expected
-    assert handle.num_linears == 4 * 7 + 1
-    handle.unpatch()
-
-
-def test_an_adapter_is_added_to_a_patched_model() -> None:
-    config = lora("q_proj", "k_proj", "up_proj")
-    from peft import get_peft_model
-
-    model = model_of("llama")
-    before = tokens(model)
-    handle = patch(model, memory="16MiB")
-    assert tokens(model) == before
-    adapted = get_peft_model(model, config).eval()
-    found = [tokens(adapted), tokens(adapted)]
-    handle.unpatch()
-    assert not has_our_layers(adapted)
-    assert found == [tokens(adapted)] * 2
-    assert found[0] != before
-
-
 def test_rows_of_equal_tokens_with_other_adapters_share_no_pages(adapted: Any) -> None:
     ids = prompts(37, (0,))["input_ids"].repeat(3, 1)
     options = OPTIONS | {"num_beams": 2}
@@ -134,21 +91,6 @@ def test_rows_of_equal_tokens_with_other_adapters_share_no_pages(adapted: Any) -
     for _ in range(2):
         assert [rows(*order) for order in orders] == expected
         assert adapted.generate(input_ids=ids, **options).tolist() == alone
-    handle.unpatch()
-
-
-@pytest.mark.parametrize("names", [{"adapter_names": ["a", "b"]}, {}])
-def test_a_conversation_that_goes_on_with_other_adapters_leaves_no_pages(names: Any, adapted: Any) -> None:
-    ids = prompts(37, (0,))["input_ids"].repeat(2, 1)
-    handle = patch(adapted.get_base_model(), memory="16MiB")
-    talk = adapted.generate(input_ids=ids, **OPTIONS, return_dict_in_generate=True)
-    more = torch.cat([talk.sequences, ids], 1)
-    adapted.set_adapter("a" if names else "b")
-    adapted.generate(input_ids=more, **names, **OPTIONS, **{CACHE: talk[CACHE]})
-    talk[CACHE].close()
-    adapted.set_adapter("a")
-    with PagedCache(handle.model.config, pool=handle.pool) as cache:
-        assert cache.find(more) == 48  # that the first call has stored
     handle.unpatch()
 
 

@@ -64,15 +64,3 @@ def test_other_calls_inside_of_the_context_are_refused() -> None:
         pass
     with pytest.raises(InvalidRequest, match="does not use the AttentionInterface"), paged_batching(model_of("falcon")):
         pass
-
-
-@needs_batches
-def test_contexts_of_two_threads_put_the_own_name_back_at_the_end() -> None:
-    model = model_of("llama")
-    own, first, second = model.config._attn_implementation, paged_batching(model), paged_batching(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert model.config._attn_implementation != own
-    second.__exit__(None, None, None)
-    assert model.config._attn_implementation == own

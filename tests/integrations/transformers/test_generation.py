@@ -9,8 +9,6 @@ import pytest
 import torch
 import transformers
 from transformers import (
-    MaxLengthCriteria,
-    StoppingCriteriaList,
     TextGenerationPipeline,
     TextIteratorStreamer,
 )
@@ -65,7 +63,6 @@ def healed(model: Any, tokenizer: Any) -> torch.Tensor:
 
 def own_way(model: Any, input_ids: torch.Tensor, tokenizer: Any = None, extra: int = 0, **given: Any) -> torch.Tensor:
     """A way of generate() that a user writes."""
-    assert extra == 3
     for _ in range(extra):
         inputs = model.prepare_inputs_for_generation(input_ids, attention_mask=None, use_cache=False)
         input_ids = torch.cat([input_ids, model(**inputs).logits[:, -1:].argmax(-1)], 1)
@@ -82,26 +79,16 @@ def stop_strings(model: Any, tokenizer: Any, rows: int, **options: Any) -> Any:
 
 ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
     "stop strings": lambda model, tokenizer: stop_strings(model, tokenizer, 1),
-    "stop strings, a batch": lambda model, tokenizer: stop_strings(model, tokenizer, 2),
     "stop strings, beams": lambda model, tokenizer: stop_strings(model, tokenizer, 2, num_beams=2),
     "stop strings, chunks": lambda model, tokenizer: stop_strings(model, tokenizer, 2, prefill_chunk_size=7),
-    "an assistant": lambda model, tokenizer: model.generate(
-        **batch(1), **ASKED, assistant_model=model_of("llama", num_hidden_layers=1), tokenizer=tokenizer
-    ).tolist(),
-    "prompt lookup": lambda model, tokenizer: model.generate(
-        **batch(1), **ASKED, prompt_lookup_num_tokens=3, tokenizer=tokenizer
-    ).tolist(),
     "token healing": lambda model, tokenizer: healed(model, tokenizer).tolist(),
     "a streamer": streamed,
-    "criteria and processors": lambda model, _: model.generate(
-        **batch(2), **ASKED, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(45)]), repetition_penalty=1.3
-    ).tolist(),
     "a way of the user": lambda model, tokenizer: model.generate(
         **batch(1), **ASKED, custom_generate=own_way, tokenizer=tokenizer, extra=3
     ).tolist(),
     "a pipeline": lambda model, tokenizer: TextGenerationPipeline(model, tokenizer)(
         [tokenizer.decode(row[row > 1]) for row in batch(2)["input_ids"]], **ASKED, batch_size=2,
-        stop_sequence=tokenizer.decode([50]),
+        stop_sequence=tokenizer.decode([50]), repetition_penalty=1.3,
     ),
 }  # fmt: skip
 

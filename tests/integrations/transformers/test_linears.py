@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.two_tensor import TwoTensor
 from transformers import DynamicCache
 
-from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers import PagedCache, Patched, Pool, linears, patch, unpatch
+from pagedkv.integrations.transformers import PagedCache, Patched, linears, patch
 from pagedkv.integrations.transformers.geometry import CACHE
 from pagedkv.kernels import cpu as kernels
 from pagedkv.kernels.linear import cpu
@@ -70,69 +68,23 @@ def _stepwise(model: Any, ids: torch.Tensor, fast: bool) -> torch.Tensor:
     return torch.cat(found, 1).double()
 
 
-# -- calls that torch serves -------------------------------------------------------------------------------------------
-
-
-def test_a_forward_pass_without_pages_is_torchs(llama: Any, patched: Patched, rows: list[int]) -> None:
+@pytest.mark.parametrize("way", ["another cache", "gradients", "autocast", "other kernels"])
+def test_a_forward_pass_without_pages_or_with_other_kernels_is_torchs(
+    way: str, llama: Any, patched: Patched, rows: list[int], monkeypatch: Any
+) -> None:
     ids = prompts()["input_ids"][:, :4]
-    with torch.no_grad():
-        llama(ids, **{CACHE: DynamicCache(config=llama.config)})
-    loss = llama(ids, labels=ids, use_cache=False).loss
-    loss.backward()
+    if way == "another cache":
+        llama.generate(ids, **OPTIONS, **{CACHE: DynamicCache(config=llama.config)})
+    elif way == "gradients":
+        llama(ids, labels=ids, use_cache=False).loss.backward()
+        assert llama.lm_head.weight.grad is not None
+    elif way == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            llama.generate(ids, **OPTIONS)
+    else:
+        monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
+        llama.generate(ids, **OPTIONS)
     assert rows == []
-    assert llama.lm_head.weight.grad is not None
-
-
-def test_a_forward_pass_under_autocast_is_torchs(llama: Any, patched: Patched, rows: list[int]) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        llama.generate(**prompts(), **OPTIONS)
-    assert rows == []
-
-
-def test_kernels_that_were_chosen_are_used(llama: Any, patched: Patched, rows: list[int], monkeypatch: Any) -> None:
-    monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
-    llama.generate(**prompts(), **OPTIONS)
-    assert rows == []
-
-
-def test_weights_that_are_no_rows_are_served(llama: Any) -> None:
-    expected = llama.generate(**prompts(), **OPTIONS)
-    for layer in llama.model.layers:
-        weight = layer.mlp.up_proj.weight.detach()
-        layer.mlp.up_proj.weight = torch.nn.Parameter(weight.t().contiguous().t())
-    patch(llama, memory="16MiB")
-    assert llama.generate(**prompts(), **OPTIONS).equal(expected)
-    unpatch(llama)
-
-
-# -- what is left ------------------------------------------------------------------------------------------------------
-
-
-def test_unpatch_gives_the_layers_their_class_back(llama: Any) -> None:
-    classes = [type(module) for module in llama.modules()]
-    handle = patch(llama, memory="16MiB")
-    assert [type(module) for module in llama.modules()] != classes
-    handle.unpatch()
-    assert [type(module) for module in llama.modules()] == classes
-    handle.unpatch()
-    other = Pool.for_model(model_of("llama"), memory="16MiB")
-    with pytest.raises(InvalidRequest):
-        patch(llama, pool=other)
-    assert [type(module) for module in llama.modules()] == classes
-
-
-def test_an_interrupted_patch_leaves_no_class_behind(llama: Any, monkeypatch: Any) -> None:
-    become = linears._become
-
-    def interrupted(kind: Any, layers: Any) -> None:
-        become(kind, layers)
-        if kind is linears.PagedLinear:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(linears, "_become", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        patch(llama, memory="16MiB")
-    assert not any(isinstance(module, linears.PagedLinear) for module in llama.modules())
 
 
 def test_a_forward_that_is_replaced_for_all_linear_layers_is_theirs_too(
@@ -148,16 +100,6 @@ def test_a_forward_that_is_replaced_for_all_linear_layers_is_theirs_too(
     assert llama.generate(**prompts(), **OPTIONS).equal(before)
 
 
-def test_a_wrapper_that_keeps_the_method_of_a_layer_still_runs_after_unpatch(llama: Any) -> None:
-    layer, x = llama.lm_head, torch.randn(2, llama.lm_head.in_features)
-    expected = layer(x)
-    handle = patch(llama, memory="16MiB")
-    kept = layer.forward  # as the hooks of accelerate do
-    layer.forward = lambda x: kept(x)
-    handle.unpatch()
-    assert layer(x).equal(expected)
-
-
 def test_copies_of_layers_are_torchs(llama: Any, patched: Patched) -> None:
     layer = llama.model.layers[0]
     for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer.mlp.up_proj)):
@@ -166,16 +108,6 @@ def test_copies_of_layers_are_torchs(llama: Any, patched: Patched) -> None:
         made = pickle.loads(pickle.dumps(layer.mlp.up_proj, protocol))
         assert type(made) is torch.nn.Linear
         assert made.weight.equal(layer.mlp.up_proj.weight)
-
-
-def test_weights_of_a_class_of_their_own_stay_as_they_are(llama: Any) -> None:
-    weight = llama.lm_head.weight.detach()
-    llama.lm_head.weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()))
-    found: list[torch.nn.Linear] = []
-    linears.install(llama, found)
-    assert len(found) == LAYERS - 1
-    assert type(llama.lm_head) is torch.nn.Linear
-    linears.remove(found)
 
 
 def test_layers_that_are_no_plain_linear_stay_as_they_are(llama: Any, rows: list[int]) -> None:

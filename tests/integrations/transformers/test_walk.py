@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import NEWEST_HOST, PagedCache, patch, unpatch
-from pagedkv.integrations.transformers.geometry import HOST
+from pagedkv.integrations.transformers.geometry import CACHE, HOST
 from pagedkv.integrations.transformers.linears import PagedLinear
 from tests.integrations.transformers.families import FAMILIES, SHARED, SIZES, WINDOW, prompts
 
@@ -285,10 +285,10 @@ def test_a_model_gives_its_own_tokens_or_is_refused_in_a_sentence(name: str) -> 
         with contextlib.suppress(Exception):  # the host itself cannot generate with some, or not with beams
             expected[beams] = tokens(model, {}, num_beams=beams)
     with contextlib.suppress(Exception):  # some models have caches of their own alone
-        cached = tokens(model, {"past_key_values": DynamicCache(config=model.config)})
+        cached = tokens(model, {CACHE: DynamicCache(config=model.config)})
     if cached is not None:
         with contextlib.suppress(InvalidRequest), PagedCache(model.config, memory="64MiB") as cache:
-            assert tokens(model, {"past_key_values": cache}) == cached
+            assert tokens(model, {CACHE: cache}) == cached
     refusal = refusal_of(model)
     if HOST == NEWEST_HOST:
         assert bool(refusal) == (name in REFUSED), refusal

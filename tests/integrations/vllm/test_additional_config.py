@@ -6,43 +6,32 @@ import re
 
 import pytest
 
-from pagedkv.core import policies
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.vllm.additional_config import linears_in, policy_in
 
 
-@pytest.mark.parametrize("name", policies.POLICIES)
-def test_a_policy_is_chosen_by_its_name(name: str) -> None:
-    assert policy_in({"pagedkv_policy": name, "of_another_plug_in": 1}) == name
-
-
 @pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, object()])
-def test_lru_serves_where_no_policy_is_asked_for(config: object) -> None:
-    assert policy_in(config) == "lru"
+def test_lru_and_our_linear_layers_serve_where_nothing_is_asked_for(config: object) -> None:
+    assert (policy_in(config), linears_in(config)) == ("lru", True)
+    config = {"pagedkv_linears": False, "pagedkv_policy": "2q"}
+    assert (policy_in(config), linears_in(config)) == ("2q", False)
 
 
-@pytest.mark.parametrize("asked", ["fifo", "", None, 3, ["2q"]])
-def test_another_policy_is_refused_with_the_names_that_there_are(asked: object) -> None:
-    words = f"'pagedkv_policy' of additional_config: policy is {asked!r}; give one of lru, 2q, lfu, cost"
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        *(
+            ({"pagedkv_policy": asked}, f"additional_config: policy is {asked!r}; give one of lru, 2q, lfu, cost")
+            for asked in ("fifo", None, 3, ["2q"])
+        ),
+        *(
+            ({"pagedkv_linears": asked}, f"'pagedkv_linears' of additional_config is {asked!r}; give true or false")
+            for asked in (1, "false", None)
+        ),
+        ({"pagedkv_polices": "2q"}, "pagedkv reads 'pagedkv_policy', 'pagedkv_linears': correct the name"),
+    ],
+)
+def test_a_wrong_value_or_key_is_refused_with_the_right_ones(config: dict[str, object], words: str) -> None:
     for read in (policy_in, linears_in):
         with pytest.raises(InvalidRequest, match=re.escape(words)):
-            read({"pagedkv_policy": asked})
-
-
-def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
-    known = "'pagedkv_policy', 'pagedkv_linears'"
-    with pytest.raises(InvalidRequest, match=f"has 'pagedkv_polices'; pagedkv reads {known}: correct the name"):
-        policy_in({"pagedkv_polices": "2q"})
-
-
-def test_linear_layers_are_ours_unless_the_config_says_no() -> None:
-    for config in (None, {}, object(), {"of_another_plug_in": 1}, {"pagedkv_linears": True}):
-        assert linears_in(config)
-    assert not linears_in({"pagedkv_linears": False, "pagedkv_policy": "2q"})
-
-
-@pytest.mark.parametrize("asked", [0, 1, "false", None])
-def test_a_switch_is_true_or_false(asked: object) -> None:
-    text = f"'pagedkv_linears' of additional_config is {asked!r}; give true or false"
-    with pytest.raises(InvalidRequest, match=re.escape(text)):
-        linears_in({"pagedkv_linears": asked})
+            read(config)

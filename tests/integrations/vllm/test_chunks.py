@@ -6,7 +6,6 @@ import errno
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from pagedkv.integrations.vllm import chunks
 from pagedkv.integrations.vllm.chunks import ChunkCopies, TierUnderChunks
-from pagedkv.tiers import DiskTier, HostTier, Op, Result
+from pagedkv.tiers import HostTier, Op
 from pagedkv.tiers.slots import Move, SlotTier
 
 CHUNKS, SIZE = 16, 4096
@@ -57,48 +56,6 @@ def test_chunks_come_back_to_other_places_as_they_were() -> None:
     primary.under.close()
 
 
-def test_a_folder_serves_the_next_engine_with_equal_facts_alone(tmp_path: Path) -> None:
-    first = Primary(DiskTier(tmp_path, "1MiB"))
-    first.stored()
-    first.under.close()
-    again = Primary(DiskTier(tmp_path, "1MiB"))
-    assert again.under.has(KEYS[3])
-    assert again.job(Op.LOAD, KEYS[3:4], [0]).loaded == KEYS[3:4]
-    assert (again.bytes[0] == 4).all()
-    again.under.close()
-    other = Primary(DiskTier(tmp_path, "1MiB"), FACTS | {"tp_size": 2})
-    assert not other.under.has(KEYS[3])
-    other.under.close()
-
-
-class Backwards(HostTier):
-    """A host tier whose pages end in the opposite order, as several threads may end them."""
-
-    def poll(self) -> list[Result]:
-        assert self._mover.drain(20)
-        return super().poll()[::-1]
-
-
-def test_the_keys_of_an_end_have_the_order_of_the_job() -> None:
-    primary = Primary(Backwards("1MiB"))
-    primary.stored()
-    assert primary.job(Op.LOAD, KEYS[1:4], range(3)).loaded == KEYS[1:4]
-    primary.under.close()
-
-
-def test_a_flipped_byte_is_a_miss_and_the_chunks_beside_it_are_loaded() -> None:
-    tier = HostTier("1MiB")
-    primary = Primary(tier)
-    primary.stored()
-    slot = next(at for at, row in enumerate(tier._memory) if row[0] == 2)
-    tier._memory[slot, 99] ^= 4
-    ended = primary.job(Op.LOAD, KEYS[:4], range(4))
-    assert (sorted(ended.loaded), ended.failed) == ([KEYS[0], *KEYS[2:4]], False)
-    assert tier.stats().corrupt == 1
-    assert not primary.under.has(KEYS[1])
-    primary.under.close()
-
-
 class Broken(HostTier):
     """A host tier that cannot be read."""
 
@@ -119,31 +76,6 @@ def test_a_chunk_that_cannot_be_loaded_is_not_asked_for_again_at_once(monkeypatc
     assert not primary.under.has(KEYS[0])  # else vLLM would promote it in each step, and never compute it
     now += 0.2
     assert primary.under.has(KEYS[0])
-    primary.under.close()
-
-
-class Refuses(HostTier):
-    """A host tier that begins no job."""
-
-    def submit(self, *_: object) -> None:  # type: ignore[override]
-        raise ConnectionError("gone")
-
-
-def test_a_job_that_a_tier_refuses_ends() -> None:
-    primary = Primary(Refuses("1MiB"))
-    for op in (Op.STORE, Op.LOAD):
-        ended = primary.job(op, KEYS[:2], [0, 1])
-        assert (ended.loaded, ended.failed) == ([], True)
-    primary.under.close()
-
-
-def test_a_tier_that_is_full_keeps_what_fits() -> None:
-    primary = Primary(HostTier(2 * SIZE))
-    primary.under.begin(Op.STORE, 1, KEYS[:4], range(4))
-    primary.under.drain()
-    [ended] = primary.under.ended()
-    assert (len(ended.loaded), ended.failed) == (2, False)
-    assert sum(primary.under.has(key) for key in KEYS) == 2
     primary.under.close()
 
 

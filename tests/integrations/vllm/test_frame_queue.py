@@ -84,45 +84,6 @@ def test_blocks_are_taken_in_the_order_of_vllm(seed: int, share_with_hashes: flo
         ours.frames.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "2q", "lfu", "cost"])
-def test_no_block_is_handed_out_twice(policy: str) -> None:
-    dice, blocks = random.Random(3), blocks_of(24)
-    for block in blocks:
-        block.block_hash_num_tokens = dice.randrange(10**6)
-    queue, used = FrameQueue(blocks, FramePool(24, key_bytes=4, policy=policy)), list[Any]()
-    for _ in range(200):
-        used += queue.popleft_n(dice.randint(0, min(6, queue.num_free_blocks)))
-        dice.shuffle(used)
-        found, used = used[: (n := dice.randint(0, 6))], used[n:]
-        queue.append_n(found)
-        assert len({block.block_id for block in used}) == len(used) == 24 - queue.num_free_blocks
-        queue.frames.check()
-
-
-def test_the_policy_decides_which_cached_block_is_taken() -> None:
-    blocks = blocks_of(4)
-    queue = FrameQueue(blocks, FramePool(4, key_bytes=4, policy="lfu"))
-    queue.popleft_n(4)
-    queue.append_n(blocks)
-    for _ in range(3):  # block 0 is used again and again
-        queue.remove(blocks[0])
-        queue.append(blocks[0])
-    queue.remove(blocks[3])
-    assert queue.popleft() is blocks[1]
-    assert queue.popleft() is blocks[2]
-    assert queue.popleft() is blocks[0]
-
-
-def test_the_policy_cost_knows_positions() -> None:
-    blocks = blocks_of(3)
-    for block, tokens in zip(blocks, (200_000, 16, 64), strict=True):
-        block.block_hash_num_tokens = tokens
-    queue = FrameQueue(blocks, FramePool(3, key_bytes=4, policy="cost"))
-    queue.popleft_n(3)
-    queue.append_n(blocks)
-    assert queue.popleft() is not blocks[0]
-
-
 def test_blocks_that_are_free_or_in_use_already_are_refused_while_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     blocks = blocks_of(6)

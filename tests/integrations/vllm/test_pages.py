@@ -108,16 +108,6 @@ def test_a_slot_below_zero_is_skipped_and_other_memory_is_bound_anew() -> None:
         assert float(cache[1].sum()) == 2 * KV_HEADS * D
 
 
-def test_a_head_is_a_run_of_memory() -> None:
-    """A connector splits a block by its heads."""
-    cache = LAYOUTS["LBHNC"]()
-    layer = of_vllm._layer_of(cache, D, "auto")
-    layer.k[3, :, 1] = 1.0
-    layer.v[3, :, 1] = 2.0
-    flat = cache[3].flatten()
-    assert flat.tolist() == [0.0] * 2 * SIZE * D + [1.0] * SIZE * D + [2.0] * SIZE * D
-
-
 def test_sinks_that_change_are_read_anew() -> None:
     cache, sinks = LAYOUTS["LBHNC"]().bfloat16(), torch.zeros(HEADS, dtype=torch.bfloat16)
     pages = Pages(

