@@ -15,7 +15,6 @@ comes here.
 from __future__ import annotations
 
 import math
-from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -366,14 +365,21 @@ def _keep(rules: Iterable[_Rule], tensors: dict[str, Any], **sizes: int) -> dict
     return sizes
 
 
-@cache
+_KNOWN_DTYPES: Final[dict[str, dict[torch.dtype, str]]] = {}
+_KNOWN_SIZES: Final[dict[str, tuple[tuple[str, bool], ...]]] = {}
+"""The results of `_dtypes` and `_sizes` so far. functools.cache would keep them too, but torch.compile warns of it."""
+
+
 def _dtypes(names: str) -> dict[torch.dtype, str]:
-    return {getattr(torch, name): name for name in names.split()}
+    if names not in _KNOWN_DTYPES:
+        _KNOWN_DTYPES[names] = {getattr(torch, name): name for name in names.split()}
+    return _KNOWN_DTYPES[names]
 
 
-@cache
 def _sizes(dims: str) -> tuple[tuple[str, bool], ...]:
-    return tuple((size.lstrip(">="), size.startswith(">=")) for size in dims.split())
+    if dims not in _KNOWN_SIZES:
+        _KNOWN_SIZES[dims] = tuple((size.lstrip(">="), size.startswith(">=")) for size in dims.split())
+    return _KNOWN_SIZES[dims]
 
 
 def _has_rows(**tensors: Tensor) -> None:
