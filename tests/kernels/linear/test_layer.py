@@ -17,7 +17,10 @@ from pagedkv.kernels import cpu as extension
 from pagedkv.kernels.linear import cpu
 from tests.kernels.conftest import Names
 
-pytestmark = pytest.mark.skipif(bool(extension.missing()), reason="the C++ extension is not built")
+pytestmark = [
+    pytest.mark.skipif(bool(extension.missing()), reason="the C++ extension is not built"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning"),  # torch.func calls it
+]
 
 
 @pytest.fixture
