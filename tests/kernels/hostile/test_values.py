@@ -109,12 +109,12 @@ def check_hidden_values(case: Case, runner: Runner, number: float = torch.nan) -
 
 
 def jobs() -> Iterator[Any]:
-    """Yield (case, number, runner). Quick are NaN, with instruction sets and teams of threads; a fourth of the cases
-    with slow runners; and infinity with a third of the cases."""
+    """Yield (case, number, runner). Quick are NaN, with instruction sets and teams of threads; infinity with a third of
+    the cases; and a sixth of the cases with slow runners."""
     for position, case in enumerate(HIDDEN):
         for number, each in itertools.product((torch.nan, torch.inf), [*COMPILED, param(Runner("reference"))]):
             is_nan = number is torch.nan
-            is_quick = position % 4 == is_nan if each.values[0].is_slow else is_nan or position % 3 == 0
+            is_quick = position % 6 == is_nan if each.values[0].is_slow else is_nan or position % 3 == 0
             marks = [*each.marks, *[pytest.mark.slow] * (not is_quick)]
             yield pytest.param(case, number, *each.values, id=f"{case}-{number}-{each.id}", marks=marks)
 

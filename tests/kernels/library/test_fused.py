@@ -46,15 +46,15 @@ def listed(call: Any, table: Any, lens: Any, zeros: Any, lost: Any) -> list[Any]
     return [(row[: -(-n // S)], n, zero, is_lost) for row, n, zero, is_lost in numbers]
 
 
-def half(*values: Sequence[Any]) -> list[Any]:
-    """Return all combinations. Every second one is slow; each value is in the quick half, too."""
+def third(*values: Sequence[Any]) -> list[Any]:
+    """Return all combinations. Two of three are slow."""
     return [
-        pytest.param(*(value for _, value in each), marks=[pytest.mark.slow] * (sum(n for n, _ in each) % 2))
+        pytest.param(*(value for _, value in each), marks=[pytest.mark.slow] * (sum(n for n, _ in each) % 3 > 0))
         for each in itertools.product(*map(enumerate, values))
     ]
 
 
-@pytest.mark.parametrize(("prefix", "rows", "block_size"), half([None, 0, 20], [False, True], [1, 16, 24]))
+@pytest.mark.parametrize(("prefix", "rows", "block_size"), third([None, 0, 20], [False, True], [1, 16, 24]))
 def test_tables_without_holes_are_those_of_torch(
     prefix: int | None, rows: bool, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,7 @@ def state_of(call: Any, parts: int, seed: int, layout: str) -> tuple[Any, Any]:
 SHAPES = [("bfloat16", (8, 2), 128), ("float16", (5, 1), 80), ("bfloat16", (3, 3), 256)]
 
 
-@pytest.mark.parametrize(("shape", "num_states", "layout"), half(SHAPES, [1, 2], ["heads first", "tokens first"]))
+@pytest.mark.parametrize(("shape", "num_states", "layout"), third(SHAPES, [1, 2], ["heads first", "tokens first"]))
 def test_states_are_stored_as_torch_stores_them(
     shape: tuple[str, tuple[int, int], int], num_states: int, layout: str
 ) -> None:
@@ -141,7 +141,7 @@ def test_states_are_stored_as_torch_stores_them(
         assert torch.allclose(by_kernel.float(), out.float(), rtol=2 * one_bit, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize(("weak", "number"), half([0, 1], [torch.nan, torch.inf, -torch.inf]))
+@pytest.mark.parametrize(("weak", "number"), third([0, 1], [torch.nan, torch.inf, -torch.inf]))
 def test_a_state_that_is_not_finite_marks_its_sequence_even_with_a_weight_of_0(weak: int, number: float) -> None:
     call = call_of(replace(MIXED, padding=2).build())
     states = [state_of(call, 1, seed, "tokens first") for seed in range(2)]

@@ -73,7 +73,7 @@ MORE_SPILLS = {
     ("split, 32 heads of 128", "gfx950"): (43, "as above"),
 }
 
-QUICK = ("decode", "prefill, one chunk", "write", "decode, other steps", "invariant", "invariant, tree")
+QUICK = ("decode", "prefill, one chunk", "decode, other steps", "invariant", "invariant, tree")
 ALL = [
     (name, arch)
     for arch in PROCESSORS
