@@ -21,7 +21,9 @@ ROW: Final = 22
 LETTER: Final = 10.6
 """The widest mean letter: that of a picture narrower than NARROW px."""
 NARROW: Final = 480
-MOST_TICKS: Final = 5
+MOST_TICKS: Final = 6
+LONG: Final = 24
+"""Letters of a name that has no room before its bar."""
 STYLE: Final = f"""
 :root{{--ink:#1c2128;--dim:#57606a;--grid:#d0d7de;--ours:#0b5fc0;--also:#79aeea;--peer:#959da6}}
 @media (prefers-color-scheme:dark){{
@@ -79,25 +81,33 @@ def _column(words: str, top: float, kind: str) -> list[str]:
     return [_text(0, top + ROW * (i + 1) - 6, line, kind) for i, line in enumerate(lines)]
 
 
-def _ticks(most: float) -> list[float]:
-    """Return round values from 0 on, none above `most`."""
-    least = (most or 1) / MOST_TICKS
-    power = 10 ** math.floor(math.log10(least))
-    step = next(step * power for step in (1, 2, 5, 10) if step * power >= least)
-    return [step * i for i in range(math.floor(most / step) + 1)]
+def _ticks(most: float, width: float) -> list[float]:
+    """Return round values from 0 to at most `most`, few enough for their names."""
+    power = 10 ** math.floor(math.log10(most) - 1)
+    for step in (factor * power for factor in (1, 2, 5, 10, 20, 50, 100)):
+        ticks = [step * i for i in range(math.floor(most / step) + 1)]
+        if len(ticks) <= MOST_TICKS and width * step / most > LETTER * max(len(short(value)) for value in ticks) + 12:
+            break
+    return ticks
+
+
+def short(value: float) -> str:
+    """Return a figure with three digits that count."""
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def bars(title: str, given: Sequence[Bar], *, unit: str, bound: tuple[str, float] | None = None) -> Chart:
     """Return a chart of bars. bound: the name and the value of a dashed line."""
     texts = _column(title, 0, "head")
-    left = 12 + LETTER * max(len(words) for bar in given for words in (bar.name, bar.group))
+    names = [words for bar in given for words in (bar.name, bar.group) if len(words) <= LONG or words == bar.name]
+    left = 12 + LETTER * max(map(len, names))
     right = WIDTH - 18 - LETTER * max(len(bar.label) for bar in given)
-    most = max([*(max(bar.high, bar.published or 0) for bar in given), bound[1] if bound else 0])
+    most = max([*(max(bar.high, bar.published or 0) for bar in given), bound[1] if bound else 0]) or 1
     top = ROW * len(texts) + (ROW if bound else 4)
     y, group, rows = float(top), "", list[str]()
 
     def at(value: float) -> float:
-        return left + (right - left) * value / (most or 1)
+        return left + (right - left) * value / most
 
     for bar in given:
         if bar.group != group:
@@ -105,12 +115,13 @@ def bars(title: str, given: Sequence[Bar], *, unit: str, bound: tuple[str, float
             rows.append(_text(0, y - 6, group, "head"))
         rows += _row(bar, y, left, at)
         y += ROW
-    lines = [_path(f"M{at(value):.1f},{top}V{y + 4:.0f}", "grid") for value in _ticks(most)]
-    names = [_text(at(value), y + 20, f"{value:,.10g}", "dim mid") for value in _ticks(most)]
+    ticks = _ticks(most, right - left)
+    lines = [_path(f"M{at(value):.1f},{top}V{y + 4:.0f}", "grid") for value in ticks]
+    rows += [_text(at(value), y + 20, short(value), "dim mid") for value in ticks]
     if bound:
-        names.append(_path(f"M{at(bound[1]):.1f},{top - 2}V{y + 4:.0f}", "bound"))
-        names.append(_text(at(bound[1]), top - 6, bound[0], "mid"))
-    return Chart(title, y + 28, "\n".join([*texts, *lines, *rows, *names, _text(WIDTH, y + 20, unit, "dim end")]))
+        rows.append(_path(f"M{at(bound[1]):.1f},{top - 2}V{y + 4:.0f}", "bound"))
+        rows.append(_text(at(bound[1]), top - 6, bound[0], "mid"))
+    return Chart(title, y + 28, "\n".join([*texts, *lines, *rows, _text(WIDTH, y + 20, unit, "dim end")]))
 
 
 def _row(bar: Bar, y: float, left: float, at: Callable[[float], float]) -> list[str]:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from pagedkv.bench.chart import Bar, Chart, bars
+from pagedkv.bench.chart import LONG, Bar, Chart, bars, short
 from pagedkv.bench.compare import LARGER_IS_BETTER
 from pagedkv.bench.record import Row, axes_of
 
@@ -33,8 +33,6 @@ TITLES: Final[dict[tuple[str, str], tuple[str, str, str]]] = {
     ("generate", "decode"): ("A decode step over the time of reading its bytes", "over_bound", "the read"),
     ("tiers", "store"): ("Pages stored", "median", ""),
     ("tiers", "load"): ("Pages loaded", "median", ""),
-    ("tiers", "first token"): ("Time to the first token", "median", ""),
-    ("transformers", "memory"): ("Memory above the model", "median", ""),
 }  # fmt: skip
 """(benchmark, case): the title of its chart, the field with its figure, and the name of its bound."""
 UNITS: Final = {"over_bound": ("×", 1.0), "efficiency": ("%", 100.0)}
@@ -49,9 +47,9 @@ def charts(name: str, rows: Iterable[Row]) -> list[Chart]:
         variants.setdefault(row["case"], set()).add(row["variant"])
     found: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in measured:
-        case = row["case"] if len(variants[row["case"]]) > 1 else row["case"].partition(",")[0]
+        case = row["case"] if len(variants[row["case"]]) > 1 else row["case"].partition(", ")[0]
         title, field, bound = TITLES.get((name, row["case"]), (case, "median", ""))
-        unit = UNITS[field][0] if field in UNITS else row["unit"].replace("us", "µs")
+        unit = UNITS[field][0] if field in UNITS else row["unit"].replace("us", "µs").partition(" of ")[0]
         found.setdefault((title[:1].upper() + title[1:], field, bound, unit), []).append(row)
     return [_chart(*about, some) for about, some in found.items()]
 
@@ -64,13 +62,13 @@ def _chart(title: str, field: str, bound: str, unit: str, rows: Sequence[Row]) -
     heads = [group for group, _ in cells]
     is_one = len({name for _, name in cells}) == 1
     given = []
-    for (group, name), runs in cells.items():
-        kind, is_lone = _kind(name), group and heads.count(group) == 1
-        label = (group if is_one else f"{group}, {name}") if is_lone else name
-        given.append(_bar(label, "" if is_lone else group, kind, runs, field, unit))
-    better = "more" if field == "efficiency" or unit.endswith(LARGER_IS_BETTER) else "less"
+    for (group, name), runs in sorted(cells.items(), key=lambda cell: heads.index(cell[0][0])):
+        label = group if is_one and group else f"{group}, {name}".removeprefix(", ")
+        is_lone = heads.count(group) == 1 and len(label) <= LONG + 8
+        given.append(_bar(label if is_lone else name, "" if is_lone else group, _kind(name), runs, field, unit))
+    is_more = rows[0]["unit"].endswith(LARGER_IS_BETTER) if field == "median" else field == "efficiency"
     mark = (bound, UNITS[field][1]) if bound else None
-    return bars(f"{title}: {better} is better", given, unit=unit, bound=mark)
+    return bars(f"{title}: {'more' if is_more else 'less'} is better", given, unit=unit, bound=mark)
 
 
 def _bar(name: str, group: str, kind: str, runs: Sequence[Row], field: str, unit: str) -> Bar:
@@ -81,13 +79,8 @@ def _bar(name: str, group: str, kind: str, runs: Sequence[Row], field: str, unit
     low, high = scale * min(figures), scale * max(figures)
     note = ", disturbed" if last.get("clean") == 0 else ""
     note = f" ({short(low)}–{short(high)})" if len(runs) > 1 and low < high else note
-    label = f"{short(scale * value)} {unit.partition(' of ')[0]}{note}"
+    label = f"{short(scale * value)} {unit}{note}"
     return Bar(name, scale * value, low, high, label, kind, group, last.get("published"))
-
-
-def short(value: float) -> str:
-    """Return a figure with three digits that count."""
-    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def _kind(name: str) -> str:
@@ -103,7 +96,7 @@ def _namer(rows: Sequence[Row]) -> Callable[[Row], str]:
         for name, value in axes_of(row).items():
             values.setdefault((row["case"], name), set()).add(value)
     cases = {row["case"] for row in rows}
-    firsts = cases if len(cases) == 1 else {case.partition(",")[0] for case in cases}
+    firsts = cases if len(cases) == 1 else {case.partition(", ")[0] for case in cases}
     start = firsts.pop() if len(firsts) == 1 else ""
     shapes = [set(row["shape"].split()) for row in rows if "shape" in row]
     same = set.intersection(*shapes) if shapes else set()

@@ -85,14 +85,8 @@ class Cell:
 
 
 BASE: Final = Cell()
-_TYPES: Final = (
-    ("bfloat16", ""),
-    ("float32", ""),
-    ("float16", ""),
-    ("bfloat16", "fp8_e4m3"),
-    ("bfloat16", "int8"),
-    ("bfloat16", "int4"),
-)
+_PLAIN, _NARROW = ("bfloat16", "float32", "float16"), ("fp8_e4m3", "int8", "int4")
+_TYPES: Final = (*((dtype, "") for dtype in _PLAIN), *(("bfloat16", kv) for kv in _NARROW))
 
 
 def _each_type(base: Cell) -> list[Cell]:

@@ -195,9 +195,9 @@ def _no_extension() -> str:
 
 def not_here(name: str, cell: Cell) -> str:
     """Return the reason why a kernel cannot be measured on a cell; "" if it can."""
-    known = next((kernel for kernel in registry.KERNELS if kernel.name == name), None)
-    if known is None or (why := known.refuse(registry.Case.of_spec(cell.spec(), cell.device))):
-        return f"there is no kernel {name!r}" if known is None else "; ".join(why)
+    known = next(kernel for kernel in registry.KERNELS if kernel.name == name)
+    if why := known.refuse(registry.Case.of_spec(cell.spec(), cell.device)):
+        return "; ".join(why)
     special = cell.kv or cell.lengths != "uniform" or cell.pages != "permuted"
     if (
         name in SLOW

@@ -72,12 +72,12 @@ def measure(
             f"no allocator of these workloads is named by --allocator {', '.join(variants)}; there are "
             f"{', '.join(names)}"
         )
-    loads: dict[str, tuple[Workload, list[Any]]] = {}
+    size, loads = 1 if is_quick else FULL, dict[str, tuple[Workload, list[Any]]]()
+    known = WORKLOADS | ({TRACED.workload: traced(trace, TRACED.quick * size)} if trace else {})
     for cell, variant in track(chosen, "serving requests"):
         if cell.workload not in loads:
-            count = cell.quick * (1 if is_quick else FULL)
-            load = traced(trace, count) if trace and cell is TRACED else WORKLOADS[cell.workload]
-            loads = {cell.workload: (load, load.requests(count))}
+            load = known[cell.workload]
+            loads = {cell.workload: (load, load.requests(cell.quick * size))}
         load, requests = loads[cell.workload]
         allocator = MAKERS[variant](variant, load)
         tally = Simulation(requests, allocator, EVERY).run()

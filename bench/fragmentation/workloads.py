@@ -164,4 +164,5 @@ def _pairs(path: Path) -> Iterator[tuple[int, int]]:
                     ) from None
                 yield pair
     except (OSError, UnicodeDecodeError) as why:
-        raise InvalidRequest(f"{path} cannot be read: {why}; --trace is a file of requests") from None
+        words = getattr(why, "strerror", None) or why
+        raise InvalidRequest(f"--trace {path} cannot be read: {words}; give a file of requests") from None

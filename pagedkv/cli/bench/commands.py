@@ -6,6 +6,7 @@ that fell.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -73,9 +74,13 @@ class _Axes:
 
     def given(self) -> dict[str, list[Any]]:
         """Return the values of each axis that has some. Raises: InvalidRequest"""
-        allowed = "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"
-        if unknown := [value for value in self.kv or () if value not in allowed]:
-            raise InvalidRequest(f"--kv is {unknown[0]!r}; give one of {', '.join(allowed)}")
+        from pagedkv.kernels.registry import KERNELS
+
+        plain, narrow = ("float32", "bfloat16", "float16"), ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
+        known = {"dtype": plain, "kv": (*plain, *narrow), "kernels": tuple(kernel.name for kernel in KERNELS)}
+        for name, allowed in known.items():
+            if unknown := [value for value in getattr(self, name) or () if value not in allowed]:
+                raise InvalidRequest(f"--{name} is {unknown[0]!r}; give one of {', '.join(allowed)}")
         return {name: values for name, values in vars(self).items() if values and name not in ("threads", "kernels")}
 
 
@@ -119,6 +124,10 @@ class _Attending:
     kind: Annotated[Texts, _several("KIND", "Only decode, prefill, write or call")] = None
     repetitions: Annotated[int, option("N", "Repetitions of each variant; variants take turns.", min=1)] = 15
     vllm_python: Annotated[Path | None, option("PATH", "The Python of an environment with vLLM.")] = None
+
+    def __post_init__(self) -> None:
+        if self.vllm_python and not os.access(self.vllm_python, os.X_OK):
+            raise InvalidRequest(f"--vllm-python is {self.vllm_python}, which is no program; give a Python with vLLM")
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ SMALL: tuple[tuple[Any, str, Any], ...] = (
 
 
 def _transformers(report: Callable[[Row], None], folder: Path) -> None:
-    pytest.importorskip("transformers")
-    from pagedkv.bench.transformers import runner
-
+    runner = pytest.importorskip("pagedkv.bench.transformers.runner")
     values = {"LAYERS": 1, "SLOW_LAYERS": 1, "STEPS": 4, "PROMPTS": {(1, 32): 2}, "BATCH": (2, 32)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (values | {"memory": lambda *_: 1.0}).items():
@@ -127,6 +125,8 @@ def test_rows_are_kept_printed_and_drawn(command: Command, tmp_path: Path) -> No
     [
         (("manager", "--case", "nothing"), "no case is named by --case nothing; the cases are: decode step"),
         (("attention", "--heads", "32/5"), "--heads is '32/5'; give query heads / kv heads, such as 32/8"),
+        (("attention", "--dtype", "int3"), "--dtype is 'int3'; give one of float32, bfloat16, float16"),
+        (("fragmentation", "--trace", "/none"), "--trace /none cannot be read: No such file"),
         (("generate", "--shape", "8"), "--shape is '8'; give sequences x tokens of context, such as 8x2048"),
         (("manager", "--record", "/nowhere/rows"), "--record is /nowhere/rows, and there is no folder /nowhere"),
         (("manager", "--plot", "x.png"), "--plot is x.png; charts are SVG: give a name that ends in .svg"),
