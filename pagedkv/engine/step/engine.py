@@ -180,7 +180,11 @@ class Engine(ThreadGuard):
         ids = _prompt_ids(prompt, self.tokenizer)
         num_samples = whole(num_samples, "num_samples", 1)
         _check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
-        _check_samples(num_samples, self.scheduler.limits)
+        if num_samples > (most := self.scheduler.limits.max_sequences):
+            raise InvalidRequest(
+                f"num_samples is {num_samples}, and {most} sequences may run at once; lower it, or raise "
+                "Limits.max_sequences"
+            )
         if on_text is not None and not callable(on_text):
             raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
         now = time.perf_counter()
@@ -450,15 +454,6 @@ def _check_request(
         raise InvalidRequest(
             f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
             f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
-        )
-
-
-def _check_samples(num_samples: int, limits: Limits) -> None:
-    """Raise InvalidRequest if the samples of a request could never run together."""
-    if num_samples > limits.max_sequences:
-        raise InvalidRequest(
-            f"num_samples is {num_samples}, and {limits.max_sequences} sequences may run at once; "
-            "lower it, or raise Limits.max_sequences"
         )
 
 

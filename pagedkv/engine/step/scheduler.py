@@ -120,14 +120,10 @@ class Scheduler:
         elif tenant is None:
             raise error
         else:  # the quota is too small for this request alone
-            self._end(holders[0], str(error))
+            holders[0].completion.request.fail(str(error))
+            for member in self._gang(holders[0]):
+                self.remove(member)
         return True
-
-    def _end(self, sequence: SequenceState, error: str) -> None:
-        """End the request of `sequence` with an error, and take it out of its queue."""
-        sequence.completion.request.fail(error)
-        for member in self._gang(sequence):
-            self.remove(member)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let `child` continue from the tokens of `parent`, sharing its frames, and run beside it."""
