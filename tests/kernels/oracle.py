@@ -166,7 +166,7 @@ def ratios(
 ) -> dict[str, float]:
     """Return error over allowed error of out and lse; inf where a query that sees nothing has something.
 
-    slack: what is allowed for out and for lse beyond TOLERANCE
+    slack: the errors of out and of lse that are allowed beyond TOLERANCE
     """
     rows = sum(case.q_lens)
     out, lse = (x.double().cpu().numpy()[:rows] for x in got)

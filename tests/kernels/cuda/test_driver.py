@@ -298,7 +298,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> tuple[ctypes.CDLL, list[int]]:
     """The stand-in, and the statuses that were checked."""
     if not COMPILER:
         pytest.skip("the stand-in needs g++")
-    driver, raised = pytest.importorskip("cupy.cuda.driver"), list[int]()
+    driver, raised = pytest.importorskip("cupy.cuda").driver, list[int]()
     library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
     monkeypatch.setattr(streams, "_library", lambda: library)
     monkeypatch.setattr(driver, "check_status", raised.append)
