@@ -55,7 +55,7 @@ def charts(name: str, rows: Iterable[Row]) -> list[Chart]:
 
 
 def _chart(title: str, field: str, bound: str, unit: str, rows: Sequence[Row]) -> Chart:
-    """Return a chart of rows with one unit. What differs between its cells is a heading, or the name of a lone bar."""
+    """Return a chart of rows with one unit. The axes that differ are headings, or a part of the name of a lone bar."""
     words, cells = _namer(rows), dict[tuple[str, str], list[Row]]()
     for row in rows:
         cells.setdefault((words(row), NAMES.get(row["variant"], row["variant"])), []).append(row)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
@@ -27,10 +27,8 @@ from pagedkv.bench import record
 from pagedkv.bench.compare import RATIOS
 from pagedkv.bench.memory import available
 from pagedkv.bench.record import Row
+from pagedkv.cli.bench.shown import Shown
 from pagedkv.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from pagedkv.cli.bench.commands import Shown
 
 Report = Callable[[Row], None]
 
