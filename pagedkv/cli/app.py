@@ -46,7 +46,7 @@ def _pagedkv(
         print(context.get_help())
 
 
-@command(app, 'pagedkv generate --model DIR --prompt "Once upon a time" --temperature 0.8')
+@command(app, 'pagedkv generate --model Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?"')
 def _generate(
     prompting: options.Prompting, sampling: options.Sampling, output: options.Output, loading: options.Loading
 ) -> int:

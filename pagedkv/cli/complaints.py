@@ -10,14 +10,10 @@ MOST_WORDS: Final = 4000
 
 
 def complain(text: str) -> None:
-    """Print an error as one line on stderr: `pagedkv: error:` and `_line(text)`."""
-    print("pagedkv: error:", _line(text), file=sys.stderr, flush=True)
-
-
-def _line(text: str) -> str:
-    """Return an error as one line: lines are joined, control characters are escaped, and a long text is cut."""
+    """Print an error as one line: lines are joined, control characters are escaped, and a long text is cut."""
     first, *rest = [part.strip() for part in text.splitlines() if part.strip()] or [""]
-    joined = " ".join([first, "; ".join(rest)]).strip()
-    if len(joined) > MOST_WORDS:
-        joined = f"{joined[: MOST_WORDS // 2]} ... {joined[-MOST_WORDS // 2 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
+    line = " ".join([first, "; ".join(rest)]).strip()
+    if len(line) > MOST_WORDS:
+        line = f"{line[: MOST_WORDS // 2]} ... {line[-MOST_WORDS // 2 :]}"
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    print("pagedkv: error:", shown, file=sys.stderr, flush=True)

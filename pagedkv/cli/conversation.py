@@ -143,7 +143,7 @@ class _Conversation:
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
             ids = self._job.token_ids(asked, self._engine)
-            request = self._engine.submit(ids, self._job.params, on_text=_show)
+            request = self._engine.submit(ids, self._job.params, on_text=lambda _, new: print(new, end="", flush=True))
         except (InvalidRequest, CheckpointError) as error:
             return complain(f"{in_options(str(error))}; {RESET} forgets the conversation")
         while not request.finished:
@@ -152,17 +152,11 @@ class _Conversation:
             else:
                 self._engine.step()
         (reply,) = request.completions
-        sys.stdout.write("\n" if reply.text and not reply.text.endswith("\n") else "")
-        sys.stdout.flush()
+        print(end="\n" if reply.text and not reply.text.endswith("\n") else "", flush=True)
         if reply.error:
             return complain(reply.error)
         self._messages = [*asked, {"role": "assistant", "content": reply.text}]
         self.say(_account(request, reply))
-
-
-def _show(_: Completion, piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
 
 
 def _account(request: Request, reply: Completion) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from pagedkv.cli import machine
 from pagedkv.cli.options import Fitting, Geometry, Stored, amount, naming_options
 from pagedkv.cli.report import grid, size
-from pagedkv.engine.checkpoint import hub
+from pagedkv.engine.checkpoint import BUNDLED, hub
 from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.checkpoint.files import read_json
 from pagedkv.engine.checkpoint.fit import WEIGHT_BITS, Footprint, footprint_of_config, footprint_of_numbers
@@ -26,7 +26,6 @@ from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.spec import STEP_TOKENS, KVSpec
 
 _size: Final = partial(size, base=1000)
-BUNDLED: Final = Path(hub.__file__).parent / "bundled"
 DEFAULT_CONTEXT: Final = 8192
 """Tokens, if neither the user nor a config gives a context."""
 DEFAULT_DTYPE: Final = "float16"
@@ -175,13 +174,14 @@ def _table(found: dict[str, Any], specs: tuple[KVSpec, ...], *, is_here: bool) -
     facts[context] = f"{_size(found['context_bytes'])} in {found['context_frames']:,} frames"
     weights, longest = found["weight_bytes"], found["longest_context"]
     facts["weights"] = "unknown, counted as none; give --weights SIZE" if weights is None else _size(weights)
-    facts["memory"] = _size(found["memory_bytes"]) + (" free on this machine" if is_here else "")
+    speed = found["memory_bytes_per_s"]
+    memory = _size(found["memory_bytes"]) + (" free on this machine" if is_here else "")
+    facts["memory"] = memory if speed is None else f"{memory}, read at {_size(speed)}/s"
     facts["longest context"] = "no limit" if longest is None else f"{longest:,} tokens"
     facts["at once"] = f"{sequences:,} sequences of {context}, in {found['num_frames']:,} frames"
     if not sequences:
         return facts
-    if (speed := found["memory_bytes_per_s"]) is None:
+    if speed is None:
         return facts | {"speed": "unknown; give --bandwidth SIZE, such as 1TB/s"}
     one, every = (f"{found[f'tokens_per_s_of_{which}']:,.1f}" for which in ("one", "all"))
-    bound = f"at most {one} tokens/s of one sequence, {every} of {sequences:,}"
-    return facts | {"speed": f"{bound}, as memory is read at {_size(speed)}/s"}
+    return facts | {"speed": f"at most {one} tokens/s of one sequence, {every} of {sequences:,}"}

@@ -35,17 +35,12 @@ def memory() -> tuple[int, int]:
     return free, total
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def bandwidth() -> int:
     """Measure how many bytes a second all cores together read from memory: the best of three passes."""
     import numpy as np
 
     size = min(READ_BYTES, memory()[0] // 4)
-    parts = np.array_split(np.ones(size // 8, np.int64), cores())
+    parts = np.array_split(np.ones(size // 8, np.int64), len(os.sched_getaffinity(0)))
     seconds = []
     with ThreadPoolExecutor(len(parts)) as pool:
         for _ in range(3):

@@ -29,6 +29,7 @@ from typer.core import TyperCommand, TyperGroup
 from pagedkv import debug
 from pagedkv.cli import shaping
 from pagedkv.cli.fetching import folder_of
+from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.errors import InvalidRequest
@@ -110,10 +111,14 @@ class Loading(Stored):
             raise InvalidRequest(f"--sinks is {self.sinks} without --window; give --window, too, such as 1024")
 
     def check(self) -> None:
-        """Read the config of the model and of a draft, after fetching them. Raises: CheckpointError, before torch."""
-        for folder in (self.folder(), self.of_engine()["speculate"]):
-            if isinstance(folder, Path):
-                ModelConfig.load(folder)
+        """Read the configs of the model and of a draft, after fetching them. Raises: PagedKVError, before torch."""
+        config = ModelConfig.load(self.folder() or BUNDLED)
+        with naming_options():
+            specs = config.specs(dtype=self.dtype, kv_dtype=self.kv_dtype, block_size=self.block_size)
+            if self.memory is not None:
+                max(specs, key=lambda spec: spec.frame_bytes).frames_in(self.memory)
+        if isinstance(draft := self.of_engine()["speculate"], Path):
+            ModelConfig.load(draft)
 
     def folder(self) -> Path | None:
         """Return the folder of the model; None for the bundled one. Raises: CheckpointError"""

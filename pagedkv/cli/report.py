@@ -22,7 +22,7 @@ LEAST_FOR_SPEED: Final = 32
 LEAST_FOR_WASTE: Final = 256
 """Tokens below which it has no waste: a part of one frame says nothing about a pool."""
 
-BUNDLED: Final = "the one that ships with pagedkv: it answers about records as on its page, and nothing else"
+BUNDLED: Final = "the bundled one: it answers about records as in the demo only"
 
 
 def size(num_bytes: float, base: int = 1024) -> str:
@@ -118,7 +118,7 @@ def table(requests: list[Request], engine: Engine, *, is_bundled: bool) -> Table
         "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
     }
     if asked + made >= LEAST_FOR_WASTE:
-        lines["waste"] = f"{engine.meter.waste:.1%} of the slots in frames held no token: last frames are partly empty"
+        lines["waste"] = f"{engine.meter.waste:.1%} of the slots in frames: last frames are partly empty"
     lines["kernel"] = f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}"
     if engine.meter.saved >= 0.005:
         lines["sharing"] = f"{engine.meter.saved:.0%} of the sequences' tokens lie in frames of other sequences"

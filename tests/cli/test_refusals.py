@@ -19,6 +19,7 @@ BEFORE_TORCH = {
     "generate --kv-dtype=fp4": "--kv-dtype is 'fp4'; give one of float32, bfloat16, float16, fp8_e4m3",
     "generate --block-size=0": "--block-size is 0; give at least 1",
     "generate --memory=lots": "--memory: 'lots' is not an amount of memory",
+    "generate --memory=10KiB": "holds no frame: one takes 65536 bytes. Give at least that, or lower --block-size",
     "generate --device=toaster": "--device is 'toaster'; give cpu",
     "generate --sinks=4": "--sinks is 4 without --window; give --window, too",
     "generate --model=no/such/folder": "no folder no/such/folder",
@@ -65,7 +66,6 @@ REFUSED = BEFORE_TORCH | {
     # generate: the model and its pool
     "generate --num-frames=-4": "--num-frames is -4; give at least 1",
     "generate --num-frames=4": "the pool has 4; raise --num-frames or --memory, or lower --max-tokens",
-    "generate --memory=10KiB": "holds no frame: one takes 65536 bytes. Give at least that, or lower --block-size",
     "generate --memory=1MiB": "27 frames of 16 tokens, the pool has 16",
     "generate --memory=9999TiB": "--num-frames is",
     "generate --num-frames=64 --memory=1GiB": "--num-frames and --memory",

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from pagedkv import __version__, machine_code
+from pagedkv import __version__
 from pagedkv.cli import compiling
 from pagedkv.cli.app import app
+from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.kernels import registry
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,6 @@ def test_warm_compiles_everything_and_says_where(command, monkeypatch):
     out = command("warm").out
     assert re.search(r"memory manager +\d+\.\d s\nframe pool +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out)
     assert "compiled functions are kept in" in out
-    monkeypatch.setattr(machine_code, "_can_write", lambda place: False)
+    monkeypatch.setattr(MACHINE_CODE, "folder", None)
     out = compiling.place()
     assert "no folder can be written: each process compiles in memory; set PAGEDKV_CACHE_DIR" in out

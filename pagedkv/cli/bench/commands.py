@@ -10,11 +10,12 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 import typer
 
-from pagedkv.cli.options import Group, Numbers, Texts, command, option
+from pagedkv.cli.bench.shown import JSON, Recording, Shown
+from pagedkv.cli.options import Floats, Group, Numbers, Stores, Texts, command, option
 from pagedkv.errors import InvalidRequest
 
 Paths = list[Path] | None
@@ -23,39 +24,6 @@ Paths = list[Path] | None
 def _several(metavar: str, words: str, *names: str, **limits: Any) -> Any:
     """Return an option that may be given several times and chooses what is measured."""
     return option(metavar, f"{words}; again for more.", *names, panel="Cells", **limits)
-
-
-_JSON: Final = option("", "Print a list of objects, no more.", "--json")
-
-
-@dataclass(frozen=True)
-class _Recording:
-    """The file of the rows."""
-
-    record: Annotated[Path | None, option("FILE", "Append the rows there, not to bench/results of a checkout.")] = None
-
-    def __post_init__(self) -> None:
-        _require_folder("--record", self.record)
-
-
-@dataclass(frozen=True)
-class Shown(_Recording):
-    """The size of a run, and its output."""
-
-    as_json: Annotated[bool, _JSON] = False
-    quick: Annotated[bool, option("", "The cases that show most, in a few minutes.", "--quick")] = False
-    plot: Annotated[Path | None, option("FILE", "Draw the rows of this run as FILE.svg.")] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_folder("--plot", self.plot)
-        if self.plot and self.plot.suffix != ".svg":
-            raise InvalidRequest(f"--plot is {self.plot}; charts are SVG: give a name that ends in .svg")
-
-
-def _require_folder(name: str, path: Path | None) -> None:
-    if path and not path.parent.is_dir():
-        raise InvalidRequest(f"{name} is {path}, and there is no folder {path.parent}; name another file")
 
 
 @dataclass(frozen=True)
@@ -76,8 +44,7 @@ class _Axes:
         """Return the values of each axis that has some. Raises: InvalidRequest"""
         from pagedkv.kernels.registry import KERNELS
 
-        plain, narrow = ("float32", "bfloat16", "float16"), ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
-        known = {"dtype": plain, "kv": (*plain, *narrow), "kernels": tuple(kernel.name for kernel in KERNELS)}
+        known = {"dtype": get_args(Floats), "kv": get_args(Stores), "kernels": [kernel.name for kernel in KERNELS]}
         for name, allowed in known.items():
             if unknown := [value for value in getattr(self, name) or () if value not in allowed]:
                 raise InvalidRequest(f"--{name} is {unknown[0]!r}; give one of {', '.join(allowed)}")
@@ -94,22 +61,16 @@ class _Hosting:
 
 @dataclass(frozen=True)
 class _Engines:
-    """Other engines next to the reference engine."""
-
     peers_python: Annotated[Paths, _several("PYTHON", "One that has OpenVINO GenAI or llama.cpp")] = None
 
 
 @dataclass(frozen=True)
-class _Every(_Recording):
-    """All benchmarks."""
-
+class _Every(Recording):
     full: Annotated[bool, option("", "Everything, two hours; or the cases that show most.", "--full/--quick")] = False
 
 
 @dataclass(frozen=True)
 class _Managing:
-    """Cases of the memory manager."""
-
     rounds: Annotated[int | None, option("N", "Rounds of all cases: 50, or 5 with --quick.", min=1)] = None
     case: Annotated[Texts, _several("TEXT", "Only cases with it in their names")] = None
     peers_python: Annotated[Paths, _several("PYTHON", "One that has vLLM, SGLang or nano-vllm")] = None
@@ -144,16 +105,12 @@ class _Dividing:
 
 @dataclass(frozen=True)
 class _Moving:
-    """Operations that move bytes."""
-
     case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames or linear")] = None
     turns: Annotated[int | None, option("N", "Turns of all operations of a case: 15, or 7 with --quick.", min=1)] = None
 
 
 @dataclass(frozen=True)
 class _Tiering:
-    """Parts of the benchmark of tiers."""
-
     part: Annotated[Texts, _several("NAME", "speed, first-token; all if none")] = None
     frame: Annotated[Numbers, _several("N", "KiB of a frame, for speed", min=4, max=1 << 18)] = None
     context: Annotated[Numbers, _several("N", "Tokens of the prompt of first-token", min=64, max=40_000)] = None
@@ -162,13 +119,11 @@ class _Tiering:
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparing:
-    """Two files of rows."""
-
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="A file of rows, as bench/results has them.")]
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")]
     relative: Annotated[bool, option("", "By ratios to bounds and peers of their own run.", "--relative")] = False
     tolerance: Annotated[float, option("X", "Below 1 - X, a ratio has fallen.", min=0, max=1)] = 0.05
-    as_json: Annotated[bool, _JSON] = False
+    as_json: Annotated[bool, JSON] = False
 
 
 benchmarks: Final = typer.Typer(cls=Group, add_completion=False)
