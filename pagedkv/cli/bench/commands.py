@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, get_args
 
 import typer
 
-from pagedkv.cli.bench.shown import JSON, Recording, Shown
+from pagedkv.cli.bench.shown import JSON, RECORD, Shown
 from pagedkv.cli.options import Floats, Group, Numbers, Stores, Texts, command, option
 from pagedkv.errors import InvalidRequest
 
@@ -65,8 +65,12 @@ class _Engines:
 
 
 @dataclass(frozen=True)
-class _Every(Recording):
+class _Every:
     full: Annotated[bool, option("", "Everything, two hours; or the cases that show most.", "--full/--quick")] = False
+    record: Annotated[Path | None, RECORD] = None
+
+    def __post_init__(self) -> None:
+        Shown(self.record)
 
 
 @dataclass(frozen=True)

@@ -10,33 +10,21 @@ from pagedkv.cli.options import option
 from pagedkv.errors import InvalidRequest
 
 JSON: Final = option("", "Print a list of objects, no more.", "--json")
+RECORD: Final = option("FILE", "Append the rows there, not to bench/results of a checkout.")
 
 
 @dataclass(frozen=True)
-class Recording:
-    """The file of the rows."""
-
-    record: Annotated[Path | None, option("FILE", "Append the rows there, not to bench/results of a checkout.")] = None
-
-    def __post_init__(self) -> None:
-        _require_folder("--record", self.record)
-
-
-@dataclass(frozen=True)
-class Shown(Recording):
+class Shown:
     """The size of a run, and its output."""
 
+    record: Annotated[Path | None, RECORD] = None
     as_json: Annotated[bool, JSON] = False
     quick: Annotated[bool, option("", "The cases that show most, in a few minutes.", "--quick")] = False
     plot: Annotated[Path | None, option("FILE", "Draw the rows of this run as FILE.svg.")] = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_folder("--plot", self.plot)
+        for name, path in (("--record", self.record), ("--plot", self.plot)):
+            if path and not path.parent.is_dir():
+                raise InvalidRequest(f"{name} is {path}, and there is no folder {path.parent}; name another file")
         if self.plot and self.plot.suffix != ".svg":
             raise InvalidRequest(f"--plot is {self.plot}; charts are SVG: give a name that ends in .svg")
-
-
-def _require_folder(name: str, path: Path | None) -> None:
-    if path and not path.parent.is_dir():
-        raise InvalidRequest(f"{name} is {path}, and there is no folder {path.parent}; name another file")
