@@ -1,7 +1,7 @@
 """Every kernel of the registry, on every device it runs on; CUDA only with `-m gpu`.
 
 Without a GPU its two kernels run on the CPU: `cuda` on the emulator (cuda/emulator.py), `triton` in Triton's
-interpreter. Both take seconds for a case. So each law has one of its cases on the emulator, each fourth law has one in
+interpreter. Both take seconds for a case. So each law has one of its cases on the emulator, each sixth law has one in
 the interpreter, and all cases run with `-m slow`.
 """
 
@@ -177,7 +177,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.get_closest_marker("slow") for item in cases):
             continue
         number = zlib.crc32(law.encode())
-        kept = None if backend == "triton" and number % 4 else cases[number % len(cases)]
+        kept = None if backend == "triton" and number % 6 else cases[number % len(cases)]
         for item in cases:
             if item is not kept:
                 item.add_marker(pytest.mark.slow)

@@ -77,7 +77,7 @@ def has_several_wide_teams(kernel: Any) -> bool:
     "case",
     [
         Case((5,), (70,), heads=(8, 2)),
-        Case((1,), (70,), dims=(192, 128)),
+        pytest.param(Case((1,), (70,), dims=(192, 128)), marks=pytest.mark.slow),
         pytest.param(next(case for case in SMALL if case.layout == "mla"), marks=pytest.mark.slow),
     ],
     ids=str,

@@ -133,7 +133,7 @@ class Recorder:
 
 
 @pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
-@pytest.mark.parametrize("split_tokens", [None, 64])
+@pytest.mark.parametrize("split_tokens", [pytest.param(None, marks=pytest.mark.slow), 64])
 def test_a_call_is_launched_as_the_emulator_would_launch_it(
     split_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,8 +130,8 @@ MANY_PIECES = Case((1,), (2100,), heads=(4, 2), dtype="bfloat16", split_tokens=4
 
 
 def some(mistakes: Iterable[str]) -> list[Any]:
-    """Return all mistakes; seven of eight are slow, because a compiler runs for each."""
-    return [pytest.param(one, marks=[pytest.mark.slow] if n % 8 else []) for n, one in enumerate(mistakes)]
+    """Return all mistakes; eleven of twelve are slow, because a compiler runs for each."""
+    return [pytest.param(one, marks=[pytest.mark.slow] if n % 12 else []) for n, one in enumerate(mistakes)]
 
 
 @pytest.mark.parametrize("case", [*CASES, MANY_PIECES], ids=str)

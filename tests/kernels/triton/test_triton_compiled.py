@@ -73,7 +73,7 @@ MORE_SPILLS = {
     ("split, 32 heads of 128", "gfx950"): (43, "as above"),
 }
 
-QUICK = ("decode", "prefill, one chunk", "decode, other steps", "invariant", "invariant, tree")
+QUICK = ("decode", "prefill, one chunk", "decode, other steps")
 ALL = [
     (name, arch)
     for arch in PROCESSORS
@@ -133,12 +133,8 @@ def attends_well(name: str, arch: str, launch: dict[str, Any], where: str) -> No
         assert launch["wide"] >= 4, f"few loads of 16 bytes in {where}"
 
 
-@pytest.fixture(scope="module")
-def quick() -> dict[tuple[str, str], list[dict[str, Any]]]:
-    return reported([(name, "sm_90") for name in QUICK])
-
-
-def test_the_kernels_that_serve_most_stay_within_budget(quick: dict[tuple[str, str], Any]) -> None:
+def test_the_kernels_that_serve_most_stay_within_budget() -> None:
+    quick = reported([(name, "sm_90") for name in QUICK])
     for (name, arch), launches in quick.items():
         stays_within_budget(name, arch, launches)
     # The first loop of a prefill compares no position of a query with one of a key, as only the last tiles are masked:
@@ -155,10 +151,11 @@ def test_the_kernels_that_serve_most_stay_within_budget(quick: dict[tuple[str, s
     assert len({launch["hash"] for launch in launches}) == 2
 
 
-def test_with_split_tokens_a_neighbours_tree_mask_compiles_no_other_kernel(quick: dict[tuple[str, str], Any]) -> None:
+@pytest.mark.slow
+def test_with_split_tokens_a_neighbours_tree_mask_compiles_no_other_kernel() -> None:
     """The same machine code adds in the same order, whatever Triton makes of a load of masks. Weights are summed in the
     layout of the products: in that of a mask's loads, each tile of scores would cross shared memory."""
-    plain, masked = (quick[name, "sm_90"] for name in ("invariant", "invariant, tree"))
+    plain, masked = reported([(name, "sm_90") for name in ("invariant", "invariant, tree")]).values()
     assert [launch["hash"] for launch in plain] == [launch["hash"] for launch in masked]
     kernels = [launch["kernel"] for launch in plain]
     assert kernels == ["_decode_kernel", "_merge_kernel", "_decode_kernel", "_merge_kernel", "_prefill_kernel"]
