@@ -15,9 +15,12 @@ import pytest
 
 from tests.kernels.conftest import ON_CPU
 
+BACKENDS = [pytest.param(x, marks=[pytest.mark.slow] * (x == "numba")) for x in ON_CPU if x != "reference"]
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc"),
-    pytest.mark.parametrize("backend", [name for name in ON_CPU if name != "reference"]),
+    pytest.mark.parametrize(
+        "backend", [ON_CPU[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ON_CPU[1:-1])]
+    ),
 ]
 
 BEGIN = """

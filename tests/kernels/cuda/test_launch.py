@@ -179,7 +179,10 @@ LATE = {
 @needs_compiler
 @pytest.mark.parametrize(
     "number",
-    [2**32, LATEST - 1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2**24, 2**31, 2**40, 2**43))],
+    [
+        2**32,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (2**24, 2**31, 2**40, 2**43, LATEST - 1)),
+    ],
 )
 @pytest.mark.parametrize("case", LATE)
 def test_each_launch_of_a_kind_gives_what_the_first_one_gave(case: str, number: int) -> None:

@@ -94,7 +94,7 @@ ROWS_OF_A_LAUNCHER = {"none": None, "zeros": [0, 0], "counting": [0, 1], "swappe
 
 
 @needs_compiler
-@pytest.mark.parametrize("split_tokens", [None, 64])
+@pytest.mark.parametrize("split_tokens", [None, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_launcher_reads_the_rows_of_each_call_whatever_calls_came_before(split_tokens: int | None) -> None:
     """Rows that are absent count from 0. Each pair of calls comes in both orders."""
     case = replace(CASE, kv_lens=(300, 300), split_tokens=split_tokens)

@@ -170,8 +170,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(CHUNK, marks=pytest.mark.slow),
         pytest.param(replace(CHUNK, q_lens=(48,), kv_lens=(160,), dtype="float16", rows=True), marks=pytest.mark.slow),
         replace(SQUARE, q_lens=(40, 37), kv_lens=(40, 37), padding=3),
-        replace(CHUNK, punched=True),
-        replace(SQUARE, kv="fp8_e4m3/tensor", rows=True),
+        pytest.param(replace(CHUNK, punched=True), marks=pytest.mark.slow),
+        pytest.param(replace(SQUARE, kv="fp8_e4m3/tensor", rows=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -189,7 +189,7 @@ def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
     alone = [one.norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
     for threads in ("1", "2", "3"):
         monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
-        for count in (2, 3, 4, 7, 12, 21):
+        for count in (2, 3, 7, 21):
             together = cpu.Native().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
             assert torch.equal(together, torch.cat(alone[:count]))
 

@@ -46,7 +46,7 @@ def test_a_power_of_two_in_the_scales_of_values_is_one_of_the_output(power: int,
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param(torch.arange(40), id="larger"),
+        pytest.param(torch.arange(40), marks=pytest.mark.slow, id="larger"),
         pytest.param(torch.arange(40).flip(0), marks=pytest.mark.slow, id="smaller"),
         pytest.param(torch.arange(40) % 3 * 40, id="in turn"),
     ],

@@ -24,7 +24,10 @@ CHUNKS = Case(q_lens=(20, 3, 33), kv_lens=(150, 40, 133), heads=(4, 2), sinks=Tr
         pytest.param(replace(CHUNKS, softcap=20.0, alibi=True, dtype="bfloat16"), marks=pytest.mark.slow),
         pytest.param(replace(CHUNKS, mask="some", punched=True, dtype="bfloat16"), marks=pytest.mark.slow),
         pytest.param(replace(CHUNKS, mask="all", window=(None, 4), punched=True), marks=pytest.mark.slow),
-        replace(CHUNKS, q_lens=(20, 3, 90), kv_lens=(150, 40, 3), mask="all", kv="int8/token_head", punched=True),
+        pytest.param(
+            replace(CHUNKS, q_lens=(20, 3, 90), kv_lens=(150, 40, 3), mask="all", kv="int8/token_head", punched=True),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -48,7 +48,7 @@ def test_fp8_gives_the_same_numbers_by_its_bits_and_by_a_cast(
     assert (by_bits[1] - by_cast[1]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("programs", [1, 5, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("programs", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 40))])
 def test_the_number_of_programs_does_not_change_the_result(
     programs: int, interpreter: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

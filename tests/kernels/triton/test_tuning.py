@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,18 +9,6 @@ from tests.cases import Case, call_of
 from tests.kernels.triton.test_triton import backend, decode, tuning
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-
-
-def test_kernels_take_their_sizes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    on, size = tuning.Target("sm_90", 132), (512, 128)
-    plain, fresh = tuning.tuning("decode", on, *size), tuning.tuning.__wrapped__
-    fields = {"N": 16, "programs": 7}
-    entry = {"source": "measured", "decode": {tuning._size_key(*size): fields}}
-    monkeypatch.setattr(tuning, "_table", lambda: {"sm_90": entry, "gfx942": entry})
-    assert fresh("decode", on, *size) == replace(plain, **fields)
-    assert fresh("decode", on, 520, 128) != replace(plain, **fields)  # a larger head is another size
-    assert fresh("decode", tuning.Target("sm_80", 108), *size).programs == 2
-    assert fresh("prefill", on, *size) == tuning._by_rule("prefill", on, *size)
 
 
 @pytest.mark.parametrize(("heads", "narrow"), [((2, 2), True), pytest.param((8, 2), False, marks=pytest.mark.slow)])
