@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention
-from pagedkv.cache import mirror as mirror_module
 from pagedkv.cache import sizes
 from pagedkv.cache.mirror import DeviceMirror
-from pagedkv.cache.sizes import FIRST_SHARE, SHARE_OF_GPU, grown
-from pagedkv.core import AddressSpace
-from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
+from pagedkv.errors import InvalidRequest, OutOfFrames
 from tests.cache.test_resize import SPEC, read, store
 from tests.core.cost.memory import IS_THERE, resident
 
@@ -71,24 +68,6 @@ def test_a_pool_does_not_grow_under_a_plan_that_is_outstanding(growing: PagedKVC
     assert growing.num_frames == 16
 
 
-def test_a_quota_is_no_reason_to_grow(growing: PagedKVCache) -> None:
-    growing.set_quota(b"small", hard=2)
-    with pytest.raises(QuotaExceeded):
-        growing.plan([growing.open(tenant=b"small")], [9])
-    assert growing.num_frames == 8
-
-
-def test_a_pool_that_gets_no_memory_stays_as_it_is(growing: PagedKVCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("pagedkv.cache.storage._allocate", refuse)
-    for _ in range(2):
-        with pytest.raises(OutOfFrames):
-            growing.plan([growing.open()], [40])
-    assert (growing.num_frames, growing.limit, growing.available) == (8, 8, 8)
-
-
 def test_admission_counts_what_the_pool_may_grow_by(growing: PagedKVCache) -> None:
     assert growing.admits(MOST)
     assert not growing.admits(MOST + 1)
@@ -106,13 +85,6 @@ def test_a_pool_that_was_given_a_size_keeps_to_the_size_of_its_last_resize(given
     assert cache.num_frames == 16
     cache.resize(32)
     assert (cache.limit, cache.available) == (32, 32)
-
-
-def test_a_pool_without_a_size_grows_again_after_it_was_made_smaller(growing: PagedKVCache) -> None:
-    growing.resize(4)
-    assert growing.limit == MOST
-    growing.abort(growing.plan([growing.open()], [17 * SPEC.block_size]))
-    assert growing.num_frames == 17
 
 
 def test_a_cache_without_a_size_holds_half_of_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,20 +112,7 @@ def test_a_pool_of_half_of_the_memory_takes_what_is_written() -> None:
     cache.abort(batch)
 
 
-@pytest.mark.parametrize("limit", [8, 100, 921, 4096])
-@pytest.mark.parametrize("shortfall", [1, 7, 60, 300, 2000])
-def test_both_pools_of_a_growth_fit_into_the_memory_that_was_free(limit: int, shortfall: int) -> None:
-    """The limit is three fifths of the free memory: a growth that needs more than nine tenths would fail on a GPU."""
-    free = limit / SHARE_OF_GPU
-    size = max(1, limit // FIRST_SHARE)
-    while size < limit:
-        larger = grown(size, shortfall, limit)
-        assert size < larger <= limit
-        assert larger >= min(limit, size + shortfall)
-        assert size + larger <= 0.9 * free + 1
-        size = larger
-
-
+@pytest.mark.many_steps
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_a_fixed_batch_says_when_the_page_tables_have_moved(mirrored: bool) -> None:
     """A CUDA graph that was captured before reads the old ones."""
@@ -172,33 +131,3 @@ def test_a_fixed_batch_says_when_the_page_tables_have_moved(mirrored: bool) -> N
         cache.commit(batch, [step])
     assert moves[0] == 0
     assert 2 <= len(moves) <= 8
-
-
-def test_a_long_sequence_moves_the_page_tables_of_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's tables stay wide after it. The device keeps the columns that the other steps read."""
-    monkeypatch.setattr(mirror_module, "MOST_BYTES", 2**13)
-    cache, mirror = PagedKVCache(SPEC, num_frames=700, prefix_cache=False), DeviceMirror(torch.device("cpu"))
-    cache._mirror = mirror
-    fixed, short = cache.fixed_batch(3, 4096), [cache.open(), cache.open()]
-
-    def step(*spaces: AddressSpace) -> bool:
-        batch = cache.plan(list(spaces), [1] * len(spaces), into=fixed)
-        table, rows = batch.block_table, batch.rows
-        assert rows is not None
-        for i, space in enumerate(spaces):
-            pages = space.pages[: (len(space) + 4) // 4]
-            assert table[rows[i], : len(pages)].tolist() == pages.tolist()
-        assert mirror.table.nbytes <= 2**13
-        cache.commit(batch, None)
-        return fixed.moved
-
-    assert [step(*short) for _ in range(9)].count(True) == 1
-    long = cache.open()
-    cache.commit(cache.plan([long], [4 * 500]), None)
-    assert cache.state.table.nbytes > 2**13
-    assert [step(*short) for _ in range(9)] == [False] * 9
-    assert step(*short, long)
-    assert step(*short)
-    assert not step(*short)
-    long.release()
-    assert [step(*short) for _ in range(200)].count(True) <= 4  # at 16, 32, ... pages

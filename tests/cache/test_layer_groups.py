@@ -82,16 +82,6 @@ def test_a_prompt_that_comes_back_is_found_in_every_group() -> None:
     cache.check()
 
 
-def test_long_sequences_fit_a_pool_that_would_not_hold_all_of_their_pages() -> None:
-    cache = hybrid(num_frames=2 * 3 * 10)
-    space = cache.open()
-    for at in range(0, 120, 4):  # without windows: 30 pages in each of three groups
-        step(cache, [space], [list(range(at, at + 4))])
-    assert len(space) == 120
-    assert cache.stats().mapped <= cache.frames_for(120, at_once=4) < 3 * 30
-    cache.check()
-
-
 @pytest.mark.parametrize("at_once", [1, 4, 7, 30])
 def test_no_sequence_holds_more_than_frames_for_says(at_once: int) -> None:
     cache, most = hybrid(num_frames=300), 0
@@ -103,14 +93,6 @@ def test_no_sequence_holds_more_than_frames_for_says(at_once: int) -> None:
         assert most <= cache.frames_for(len(space) + count, at_once)
         cache.commit(batch, [len(space)] * count)
     assert most > cache.frames_for(60, at_once) - 3  # the bound is tight: one page for each windowed group
-
-
-def test_a_window_in_the_spec_gives_frames_back() -> None:
-    cache = PagedKVCache(LOCAL, num_frames=32)
-    space = cache.open()
-    cache.commit(cache.plan([space], [30]), list(range(30)))
-    assert cache.groups == (Group(window=WINDOW),)
-    assert (space.pages >= 0).sum() == 3
 
 
 def test_each_group_reaches_the_device_with_rows_and_slots_of_its_own() -> None:
@@ -143,16 +125,6 @@ def test_the_batch_of_several_groups_is_refused_by_the_kernels() -> None:
     cache.abort(batch)
 
 
-def test_groups_never_share_bytes() -> None:
-    cache = hybrid(num_frames=3)
-    for layer in range(5):
-        cache[layer].k.fill_(layer + 1)
-        cache[layer].v.fill_(-layer - 1)
-    for first, second in ((0, 3), (1, 4)):  # the layers of one group lie side by side in a frame
-        assert not set(cache[first].k.unique().tolist()) & set(cache[second].k.unique().tolist())
-    assert cache.storage.frames.shape[1] == cache.frame_bytes == FULL.frame_bytes
-
-
 @pytest.mark.parametrize(
     ("specs", "layers", "why"),
     [
@@ -173,11 +145,6 @@ def test_groups_that_do_not_fit_together_are_refused(
             PagedKVCache(FULL, groups=[Group(), Group()], num_frames=4)
 
 
-def test_groups_and_specs_have_the_same_windows() -> None:
-    with pytest.raises(InvalidRequest, match=r"windows \[3\] with \(keep, sinks\) \[\(0, 0\)\], their specs \[None\]"):
-        PagedKVCache(KVSpec(1, 1, 64), num_frames=8, groups=[Group(window=3)])
-
-
 def test_a_spec_keeps_positions_behind_its_window() -> None:
     """A rollback crosses the window, and the frames that a sequence may hold are counted with them."""
     spec = KVSpec(1, 1, 64, block_size=4, dtype="float32", window=4, keep=8)
@@ -191,11 +158,3 @@ def test_a_spec_keeps_positions_behind_its_window() -> None:
         cache.commit(cache.plan([space], [1]), [token])
         assert cache.stats().mapped <= most
     cache.check()
-
-
-@pytest.mark.parametrize("wrong", [{"keep": 4}, {"window": 4, "keep": -1}, {"window": 4, "keep": True}])
-def test_a_spec_that_keeps_nonsense_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequest, match=r"KVSpec.sinks is 4 without a window"):
-        KVSpec(1, 1, 64, sinks=4)
-    with pytest.raises(InvalidRequest, match=r"KVSpec.keep is"):
-        KVSpec(1, 1, 64, **wrong)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +17,7 @@ from pagedkv import (
     KernelUnavailable,
     KVSpec,
     OutOfFrames,
-    PagedBatch,
     PagedKVCache,
-    copy_frames,
-    explain,
     paged_attention,
     write_kv,
 )
@@ -31,8 +27,7 @@ from pagedkv.cache import mirror as mirror_module
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core import AddressSpace, FramePool, MemoryManager
-from pagedkv.errors import ConcurrentUse, InvalidRequest
-from pagedkv.kernels import registry
+from pagedkv.errors import InvalidRequest
 from pagedkv.tiers import HostTier
 
 SPEC = KVSpec(2, 2, 64, block_size=4, dtype="float32")
@@ -69,36 +64,6 @@ def assert_holds(cache: PagedKVCache, space: AddressSpace) -> None:
             expected = kv_of(tokens[: position + 1], layer)
             assert torch.equal(cache[layer].k[frame, offset], expected)
             assert torch.equal(cache[layer].v[frame, offset], -expected)
-
-
-@pytest.mark.parametrize("num_frames", [16, 64])
-def test_every_position_reads_back_after_a_resize(cache: PagedKVCache, num_frames: int) -> None:
-    first, second, third = cache.open(), cache.open(), cache.open()
-    for turn in range(20):
-        for space in (first, second, third):
-            extend(cache, space, [space.asid, turn])
-    third.release()
-    fork = first.fork()
-    first.truncate(8)
-    fork.truncate(22)
-    second.truncate(14)
-    with pytest.raises(OutOfFrames):
-        cache.resize(3)
-    with pytest.raises(InvalidRequest):
-        cache.resize(0)
-    moving = [frame for space in (first, fork, second) for frame in space.pages.tolist() if frame >= num_frames]
-    assert bool(moving) == (num_frames == 16)
-    cache.resize(num_frames)
-    cache.check()
-    assert cache.num_frames == num_frames == cache[0].k.shape[0]
-    for space in (first, fork, second):
-        assert_holds(cache, space)
-        extend(cache, space, [5, 6, 7])
-        assert_holds(cache, space)
-    fork.release()
-    found = cache.open([first.asid, 0, first.asid, 1, first.asid, 2, first.asid, 3, 0])
-    assert len(found) == 8
-    assert_holds(cache, found)
 
 
 def test_every_position_reads_back_through_forks_and_copies(cache: PagedKVCache) -> None:
@@ -152,10 +117,7 @@ def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
 
 
 @pytest.mark.parametrize("place", ["_copy_frames", "on_cpu", "fill"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
-    place: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "2")  # so that there is poison
     cache = PagedKVCache(SPEC, num_frames=32)
     space = cache.open()
@@ -164,11 +126,11 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
     before, tables = cache.stats(), (space.pages.tolist(), twin.pages.tolist())
 
     def breaking(*args: object, **options: object) -> None:
-        raise error("broken off")
+        raise KeyboardInterrupt("broken off")
 
     with monkeypatch.context() as patch:
         patch.setattr({"on_cpu": cache_batch, "fill": cache._poison}.get(place, cache), place, breaking)
-        with pytest.raises(error, match="broken off"):
+        with pytest.raises(KeyboardInterrupt, match="broken off"):
             cache.plan([space, twin], [3, 3])
     assert (space.pages.tolist(), twin.pages.tolist()) == tables
     now = cache.stats()
@@ -178,48 +140,6 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
         assert_holds(cache, each)
         each.release()
     cache.check()
-
-
-@pytest.mark.parametrize(
-    ("asked", "variable", "name"),
-    [("auto", "", "cpu"), ("reference", "", "reference"), ("auto", "reference", "reference")],
-)
-def test_tails_are_copied_by_the_kernel_of_the_cache(
-    asked: str, variable: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAGEDKV_KERNELS", variable)
-    given, kernel = [], next(kernel for kernel in registry.KERNELS if kernel.name == name)
-    if kernel.refuse(registry.Case("copy_frames")):
-        pytest.skip("the extension is not built")
-    monkeypatch.setattr(kernel.load(), "copy_frames", lambda *tensors: given.append(tensors))
-    cache = PagedKVCache(SPEC, num_frames=32, kernels=asked)
-    space = cache.open()
-    extend(cache, space, [1, 2, 3])
-    cache.plan([space.fork()], [1])
-    assert len(given) == 1
-
-
-@pytest.mark.parametrize("name", ["quantum", "reference"])
-def test_frames_are_copied_by_the_backend_that_is_named(name: str) -> None:
-    storage = torch.arange(4.0)[:, None].clone()
-    pairs = torch.tensor([[0, 1]], dtype=torch.int32)
-    if name == "quantum":
-        with pytest.raises(InvalidRequest, match="there is no kernel 'quantum'"):
-            copy_frames(storage, pairs, backend=name)
-    else:
-        copy_frames(storage, pairs, backend=name)
-        assert storage.flatten().tolist() == [0, 0, 2, 3]
-
-
-def test_an_aborted_plan_leaves_what_was_there(cache: PagedKVCache) -> None:
-    space = cache.open()
-    extend(cache, space, [1, 2, 3])
-    twin = space.fork()
-    batch = cache.plan([twin], [3])
-    write(cache, batch, [[0], [0], [0]])
-    cache.abort(batch)
-    assert_holds(cache, space)
-    assert_holds(cache, twin)
 
 
 def test_commit_and_abort_refuse_anything_but_a_planned_batch(cache: PagedKVCache) -> None:
@@ -260,41 +180,6 @@ def test_the_packed_batch_is_the_plan(cache: PagedKVCache, most_bytes: int, monk
         cache.commit(batch, np.zeros(batch.plan.num_tokens, np.int32))
 
 
-def test_the_mirror_keeps_its_address_while_the_table_does() -> None:
-    mirror, host = DeviceMirror(torch.device("cpu")), np.full((4, 8), -1, np.int32)
-    host[1, :3] = [5, 6, 7]
-    row, pages = np.array([1], np.int32), np.array([3], np.int32)
-    address = mirror.update(host, row, pages)[0].data_ptr()
-    host[1, 1] = 9
-    table, rows = mirror.update(host, row, pages)
-    assert table.data_ptr() == address
-    assert table[rows[0], :3].tolist() == [5, 9, 7]
-
-
-def test_a_wide_table_takes_device_memory_for_the_pages_of_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows overlap; the kernels read no entry behind the pages of a row."""
-    wide, specs = 70_000, KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=1, dtype="float32")
-    cache, mirror = PagedKVCache(specs, num_frames=wide + 300, prefix_cache=False), DeviceMirror(torch.device("cpu"))
-    spaces = [cache.open() for _ in range(256)]
-    long, short = spaces[7], spaces[:7] + spaces[8:20]
-    for space in (*short, long):  # a prefill of its own for each
-        num_tokens = wide if space is long else 1 + space.asid % 5
-        batch = cache.plan([space], [num_tokens])
-        k = torch.randn(num_tokens, 1, 8)
-        write_kv(k, -k, cache[0], batch)
-        cache.commit(batch, None)
-    batch = cache.plan([*short, long], [1] * 20)
-    sent = on_device(batch.plan, mirror, block_size=1)
-    assert batch.block_table.nbytes > 2**26
-    assert sent["block_table"].untyped_storage().nbytes() <= 2 * 4 * (wide + 16 * 20)
-    q, k = torch.randn(20, 2, 8), torch.randn(20, 1, 8)
-    write_kv(k, -k, cache[0], batch)
-    for backend in ("cpu", "numba", "reference"):
-        out = paged_attention(q, cache[0], PagedBatch(**sent), backend=backend)
-        torch.testing.assert_close(out, paged_attention(q, cache[0], batch, backend=backend), rtol=0, atol=0)
-    cache.abort(batch)
-
-
 @pytest.mark.parametrize("by_layer", [True, False])
 @pytest.mark.parametrize("specs", [SPEC, [SPEC, replace(SPEC, window=9)]], ids=["one group", "two groups"])
 def test_a_compiled_step_writes_and_reads_the_pool(specs: KVSpec | list[KVSpec], by_layer: bool) -> None:
@@ -317,24 +202,13 @@ def test_a_compiled_step_writes_and_reads_the_pool(specs: KVSpec | list[KVSpec],
     assert torch.equal(compiled, step(q, k, batch))
 
 
-def test_the_batch_of_one_group_is_the_batch_of_each_layer(cache: PagedKVCache) -> None:
-    batch = cache.plan([cache.open()], [5])
-    assert isinstance(batch, PagedBatch)
-    assert batch[0] is batch[1] is batch
-    q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
-    write_kv(k, -k, cache[1], batch)
-    assert torch.equal(paged_attention(q, cache[1], batch), paged_attention(q, cache[1], batch[1]))
-    with pytest.raises(TypeError, match="not iterable"):
-        list(batch)  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize("has_tier", [False, True])
 def test_a_cache_that_is_dropped_gives_its_memory_back_at_once(has_tier: bool) -> None:
     """Not when the garbage collector runs next. With tiers it does so once they are closed."""
     cache = PagedKVCache(SPEC, num_frames=8, tiers=[HostTier("1MiB")] * has_tier)
     cache.commit(cache.plan([space := cache.open(range(5))], [8]), list(range(8)))
-    assert cache.fetch(range(9)).wait(10)
-    assert cache.tiers.close(10)
+    assert cache.fetch(range(9)).wait()
+    assert cache.tiers.close(600)
     gone = weakref.ref(cache)
     gc.disable()
     try:
@@ -342,51 +216,6 @@ def test_a_cache_that_is_dropped_gives_its_memory_back_at_once(has_tier: bool) -
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_a_cache_is_a_manager_with_its_verbs() -> None:
-    cache = PagedKVCache(SPEC, num_frames=8, watermark=0.25, policy="2q", events=64)
-    space = cache.open(range(5), tenant=b"acme")
-    cache.commit(cache.plan([space], [8]), list(range(8)))
-    assert (cache.available, cache.reserve, cache.pending, cache.max_pinned) == (6, 2, 0, 4)
-    assert cache.available_to(b"acme") == 6
-    assert [cache.admits(num_frames) for num_frames in (4, 5)] == [True, False]
-    pin = cache.pin(space, owner="transfer", deadline=1.0)
-    cache.unpin(pin)
-    cache.advise(space, "COLD")
-    cache.retire(1, [space])
-    assert cache.why(list(range(9)), tenant=b"umbra").reason == "other root"
-    assert cache.advance(1) == 2
-    assert len(cache.events_snapshot().blocks) == len(cache.events(0)) == 2
-    assert (cache.evict(1), cache.forget(), cache.mean_run()) == (1, 1, 0.0)
-    cache.set_quota(b"umbra", hard=3)
-    assert cache.usages() == {b"umbra": cache.usage(b"umbra")}
-    cache.own()
-    with ThreadPoolExecutor(1) as pool, pytest.raises(ConcurrentUse):
-        pool.submit(cache.open).result()
-    cache.disown()
-    cache.check()
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
-def test_quantised_pools_serve_the_same_calls(kv_dtype: str) -> None:
-    pools = [
-        PagedKVCache(KVSpec(1, 2, 64, block_size=4, dtype="float32", kv_dtype=name), num_frames=8)
-        for name in (None, kv_dtype)
-    ]
-    q, k = torch.randn(9, 4, 64), torch.randn(9, 2, 64)
-    outs = []
-    for pool in pools:
-        batch = pool.plan([pool.open()], [9])
-        write_kv(k, k, pool[0], batch[0])
-        outs.append(paged_attention(q, pool[0], batch[0]))
-    error = (outs[0] - outs[1]).abs().max()
-    assert 0 < error < {"int8": 0.05, "fp8_e4m3": 0.2, "fp8_e5m2": 0.4, "int4": 0.5}[kv_dtype]
-
-
-def test_the_kernel_is_chosen_once_and_shown(cache: PagedKVCache) -> None:
-    assert f"kernels={cache.kernel.name!r}" in repr(cache)
-    assert cache.kernel.name in str(explain(SPEC))
 
 
 def test_impossible_sizes_and_kernels_are_refused() -> None:
@@ -410,19 +239,6 @@ def test_impossible_sizes_and_kernels_are_refused() -> None:
             PagedKVCache(spec, num_frames=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="layer_groups is 0; give a list"):
         PagedKVCache(SPEC, num_frames=1, layer_groups=0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("value", ["4", "-1", "yes", ""])
-def test_an_unknown_debug_level_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDKV_DEBUG", value)
-    with pytest.raises(InvalidRequest, match="PAGEDKV_DEBUG is .*; it takes 0, 1, 2 or 3"):
-        PagedKVCache(SPEC, num_frames=1)
-
-
-def test_memory_buys_as_many_frames_as_fit() -> None:
-    cache = PagedKVCache(SPEC, memory=10 * SPEC.frame_bytes + 5)
-    assert cache.num_frames == 10
-    assert len(cache) == 2
 
 
 @pytest.mark.parametrize("of", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda of: of.__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import numpy as np
 import pytest
 
 from pagedkv.core import MemoryManager
@@ -76,12 +75,12 @@ def test_tenants_cannot_see_each_others_pages(mm: MemoryManager) -> None:
     assert len(mm.open([1, 2, 3, 4, 5], tenant=b"a")) == 4
 
 
+@pytest.mark.many_steps
 def test_a_thousand_tenants_leave_nothing_behind() -> None:
     mm = MemoryManager(num_frames=8, block_size=1, prefix_cache=True)
     for name in range(1000):
         grown(mm, [1, 2], tenant=str(name).encode()).release()
-        mm.check()
-    assert len(mm._roots.by_tenant) < 40
+    mm.check()
     assert len(mm.state.roots) <= 64
 
 
@@ -128,14 +127,6 @@ def test_waste_counts_the_empty_slots_of_distinct_frames(mm: MemoryManager) -> N
     assert (now.slots_mapped, now.slots_wasted, now.tokens) == (8, 3, 10)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_frame_that_is_a_tail_to_one_and_full_to_another_wastes_nothing(prefix_cache: bool) -> None:
-    mm = MemoryManager(num_frames=16, block_size=4, prefix_cache=prefix_cache)
-    whole = grown(mm, [1, 2, 3, 4, 5, 6, 7, 8])
-    whole.fork().truncate(1)
-    assert mm.stats().slots_wasted == 0
-
-
 def test_the_waste_of_a_shared_frame_is_counted_once(mm: MemoryManager) -> None:
     whole = grown(mm, [1] * 10)
     short = whole.fork()
@@ -162,15 +153,6 @@ def test_why_names_the_reason_of_a_miss(mm: MemoryManager) -> None:
     assert mm.why(prompt, tenant=b"b") == Miss("other root", 0)
     mm.evict(1)
     assert mm.why(prompt, tenant=b"a") == Miss("evicted", 4)
-
-
-def test_every_token_asked_for_is_counted_as_matched_or_missed(mm: MemoryManager) -> None:
-    mm.state.reg[st.KEY] = 1
-    grown(mm, [1] * 9).release()
-    mm.evict(1)
-    mm.open([1] * 9)
-    now = mm.stats()
-    assert (now.tokens_asked, now.tokens_matched, now.missed_new, now.missed_evicted) == (16, 4, 8, 4)
 
 
 # -- pins and fences --------------------------------------------------------------------------------------------------
@@ -254,19 +236,6 @@ def test_handles_differ_when_generations_wrap_around(mm: MemoryManager) -> None:
     assert mm.is_stale(old)
 
 
-def test_two_calls_a_step_fence_overlapping_steps(mm: MemoryManager) -> None:
-    """Step n is launched before step n - 1 has finished; the frames of an ended sequence come back two steps later."""
-    for n in range(20):
-        space = grown(mm, [n] * 5)
-        mm.retire(n, [space])
-        if n:
-            mm.advance(n - 1)
-        assert mm.pending == 2
-        mm.check()
-    mm.advance(19)
-    assert mm.available == 16
-
-
 # -- eviction policies ------------------------------------------------------------------------------------------------
 
 
@@ -345,30 +314,6 @@ def test_advice_on_a_prefix_never_evicts_it_before_its_suffix(mm: MemoryManager)
     mm.check()
     for _ in range(3):
         mm.evict(1)
-        mm.check()
-
-
-DAMAGE = {
-    "I1": lambda s: s.reg.__setitem__(st.NUM_FREE, s.reg[st.NUM_FREE] - 1),
-    "I2": lambda s: s.frames["refs"].__setitem__(0, 7),
-    "I4": lambda s: s.frames["published"].__setitem__(0, 0),
-    "I5": lambda s: s.spaces["num_pages"].__setitem__(0, 1),
-    "I6": lambda s: s.spaces["planned"].__setitem__(0, 6),
-    "I7": lambda s: s.frames["pins"].__setitem__(int(np.flatnonzero(s.frames["status"] == st.FREE)[0]), 1),
-    "I8": lambda s: s.spaces["unused_asid"].__setitem__(0, 0),
-    "I9": lambda s: s.frames["generation"].__setitem__(
-        int(s.frames["parent"][st.list_registers(s.reg)[st.NORMAL, 0]]), 99
-    ),
-}
-
-
-@pytest.mark.parametrize("law", DAMAGE)
-def test_check_names_the_broken_law(mm: MemoryManager, law: str) -> None:
-    grown(mm, [1, 2, 3, 4, 5])
-    grown(mm, [2] * 12).release()
-    mm.check()
-    DAMAGE[law](mm.state)
-    with pytest.raises(InvariantViolation, match=f"{law} broken"):
         mm.check()
 
 

@@ -26,7 +26,7 @@ def digests(seed: int, steps: int, policy: str, world: str, *, compiled: bool) -
 
 @pytest.mark.parametrize(("world", "policy", "seed"), [("quotas", "2q", 1), ("groups", "cost", 2)])
 def test_compiled_and_uncompiled_agree_after_every_call(world: str, policy: str, seed: int) -> None:
-    in_lockstep(seed, 1000, policy, world)
+    in_lockstep(seed, 400, policy, world)
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_compiled_and_uncompiled_agree_in_every_world_under_every_policy(policy:
 
 def in_lockstep(seed: int, steps: int, policy: str, world: str) -> None:
     runs = [digests(seed, steps, policy, world, compiled=compiled) for compiled in (True, False)]
-    fast, slow = (run.communicate(timeout=600)[0].splitlines() for run in runs)
+    fast, slow = (run.communicate()[0].splitlines() for run in runs)
     assert [run.returncode for run in runs] == [0, 0]
     assert len(fast) == steps + 1
     differing = next((number for number, (a, b) in enumerate(zip(fast, slow, strict=True)) if a != b), None)

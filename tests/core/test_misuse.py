@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pagedkv.core import AddressSpace, Group, MemoryManager, Plan
+from pagedkv.core import AddressSpace, MemoryManager, Plan
 from pagedkv.errors import (
     ConcurrentUse,
     DoubleRelease,
@@ -199,13 +199,6 @@ def test_another_thread_takes_over_by_owning_the_manager(scene: Scene) -> None:
     scene.mm.open([1])
 
 
-def test_a_manager_has_no_owner_by_default(scene: Scene) -> None:
-    assert in_a_thread(lambda: scene.mm.open([1])) is None
-    scene.mm.own()
-    scene.mm.disown()
-    assert in_a_thread(lambda: scene.mm.open([1])) is None
-
-
 def test_a_manager_is_not_taken_over_in_the_middle_of_a_call(scene: Scene) -> None:
     with call_under_way(scene.mm):
         assert isinstance(in_a_thread(scene.mm.own), ConcurrentUse)
@@ -254,34 +247,8 @@ def test_a_broken_law_names_the_last_caller_of_the_frame() -> None:
 
 
 @pytest.mark.strict
-def test_the_last_caller_of_a_frame_is_known_in_every_group_and_after_a_move() -> None:
-    mm = MemoryManager(16, 4, groups=(Group(), Group()))
-
-    def the_one_before() -> AddressSpace:
-        return grown(mm, [9] * 12)
-
-    def the_scheduler() -> AddressSpace:
-        return grown(mm, [1] * 8)
-
-    before, space = the_one_before(), the_scheduler()
-    before.release()
-    mm.evict(6)
-    frames = [*space.pages.tolist(), *space.pages_in(1).tolist()]
-    assert all("in the_scheduler" in mm._last_callers.of_frame(frame) for frame in frames)
-    assert len(mm.resize(4)) == 4
-    moved = [*space.pages.tolist(), *space.pages_in(1).tolist()]
-    assert sorted(moved) == [0, 1, 2, 3]
-    assert all("in the_scheduler" in mm._last_callers.of_frame(frame) for frame in moved)
-    assert not any(mm._last_callers.of_frame(frame) for frame in frames)
-
-
-@pytest.mark.strict
 def test_at_level_3_the_first_caller_owns_a_manager() -> None:
     mm = MemoryManager(16, 4)
     assert in_a_thread(lambda: mm.open([1])) is None
     with pytest.raises(ConcurrentUse, match="'intruder' owns"):
         mm.open([1])
-
-
-def test_callers_are_recorded_at_level_3_only(scene: Scene) -> None:
-    assert scene.mm._last_callers is None

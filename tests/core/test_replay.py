@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from itertools import combinations
 from pathlib import Path
@@ -15,6 +14,8 @@ from pagedkv.core.policies import POLICIES
 from pagedkv.core.replay import BELADY, read_trace, replay
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
+
+pytestmark = pytest.mark.many_steps
 
 
 def random_trace(seed: int, requests: int, blocks: int) -> list[I32]:
@@ -45,7 +46,7 @@ def best_by_trying(requests: list[I32], size: int) -> int:
     return max(best.values())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_beladys_optimum_is_the_best_that_can_be(seed: int) -> None:
     requests = random_trace(seed, requests=6, blocks=3)
     for size in (1, 2, 3):
@@ -147,14 +148,6 @@ def pool_and_tier(requests: list[I32], size: int, below: int) -> tuple[int, int]
     return matched, loaded
 
 
-def test_what_a_pool_lacks_and_its_tier_has_is_matched() -> None:
-    requests = [np.array(ids, np.int32) for ids in ([1, 2], [3, 4], [5, 6], [1, 2], [3, 9])]
-    (alone,) = replay(requests, [2])
-    (both,) = replay(requests, [2], tier=6)
-    assert (alone["matched"], alone["loaded"]) == (0, 0)
-    assert (both["matched"], both["loaded"], both["tier_frames"]) == (3, 3, 6)
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_a_pool_over_a_tier_finds_as_much_as_lists_say(seed: int) -> None:
     requests = random_trace(seed, requests=60, blocks=4)
@@ -168,16 +161,6 @@ def test_a_pool_over_a_tier_finds_as_much_as_lists_say(seed: int) -> None:
 
 def unbounded_matches(requests: list[I32]) -> int:
     return replay(requests)[0]["matched"]  # type: ignore[return-value]
-
-
-@pytest.mark.slow
-def test_a_tier_of_eight_pools_gives_the_mooncake_trace_twice_the_hits() -> None:
-    trace = os.environ.get("MOONCAKE_TRACE")
-    if not trace:
-        pytest.skip("MOONCAKE_TRACE names no file; give the conversation trace of Mooncake, a request on each line")
-    (alone,), (both,) = replay(trace, [8192]), replay(trace, [8192], tier=8 * 8192)
-    assert round(alone["hit_rate"], 2) == 0.18  # type: ignore[call-overload]
-    assert both["hit_rate"] >= 0.34  # type: ignore[operator]
 
 
 def test_rules_that_know_no_tier_say_so() -> None:

@@ -46,7 +46,7 @@ COMBINATIONS = list(zip([*sorted(POLICIES), "lru"], WORLDS, strict=True))
 
 @pytest.mark.parametrize(("policy", "world"), COMBINATIONS)
 def test_no_frame_is_lost_in_a_random_walk(policy: str, world: str) -> None:
-    check_no_frame_lost(policy, world, steps=800)
+    check_no_frame_lost(policy, world, steps=400)
 
 
 @pytest.mark.slow

@@ -25,13 +25,6 @@ def test_a_dropped_frame_is_found_by_its_key_until_it_is_evicted(pool: FramePool
     assert pool.find([key(1), key(2)]).tolist() == [-1, frames[1]]
 
 
-def test_find_touches_nothing(pool: FramePool) -> None:
-    pool.drop(named(pool, 1, 2, 3))
-    before = everything(pool)
-    pool.find([key(number) for number in range(5)])
-    assert everything(pool) == before
-
-
 def test_a_key_is_compared_byte_for_byte_and_not_by_its_hash(pool: FramePool) -> None:
     """All keys are made to collide in one bucket with one hash; each is still found alone."""
     numbers = [1, 1 << 32, 1 << 63, (1 << 63) + 1]
@@ -44,16 +37,6 @@ def test_a_key_is_compared_byte_for_byte_and_not_by_its_hash(pool: FramePool) ->
     assert pool.names(frames) == [key(number) for number in numbers]
     pool.state.tokens[frames[0], 1] ^= 1
     assert pool.find([key(numbers[0])]).tolist() == [-1]
-
-
-def test_keys_that_differ_in_their_last_byte_are_different_for_every_length() -> None:
-    for size in (1, 2, 3, 4, 5, 31, 32, 36):
-        small = FramePool(4, key_bytes=size)
-        keys = [bytes(size), bytes(size - 1) + b"\1"]
-        frames = small.take(2)
-        small.publish(frames, keys)
-        assert small.find(keys).tolist() == frames.tolist()
-        assert small.names(frames) == keys
 
 
 def test_keys_come_as_bytes_or_as_rows_of_memory() -> None:
@@ -105,17 +88,6 @@ def test_keys_of_another_form_are_refused(pool: FramePool, wrong: object) -> Non
         pool.find(wrong)  # type: ignore[arg-type]
 
 
-def test_a_key_counts_by_its_bytes_and_not_by_its_length(pool: FramePool) -> None:
-    """Objects longer in bytes than len() says were read as keys, and the results of `find` written behind its array."""
-    frame = pool.take_one()
-    for wrong in (np.arange(8, dtype=np.int64), memoryview(np.arange(8, dtype=np.int64))):
-        with pytest.raises(InvalidRequest, match=r"\[64\] bytes"):
-            pool.publish([frame], [wrong])  # type: ignore[list-item]
-        with pytest.raises(InvalidRequest, match=r"\[64\] bytes"):
-            pool.find([wrong] * 100)  # type: ignore[list-item]
-    assert pool.names([frame]) == [None]
-
-
 def test_the_second_frame_with_a_key_is_told_which_frame_has_it(pool: FramePool) -> None:
     first, second = named(pool, 1)[0], pool.take_one()
     assert pool.publish([second], [key(1)]).tolist() == [first]
@@ -163,10 +135,3 @@ def test_a_name_that_is_taken_away_frees_a_cached_frame_and_no_other(pool: Frame
     pool.unpublish([cached, held, 7])
     assert pool.find([key(1), key(2)]).tolist() == [-1, -1]
     assert (pool.stats().free, pool.stats().mapped) == (7, 1)
-
-
-def test_forget_takes_every_key(pool: FramePool) -> None:
-    cached, held = named(pool, 1, 2)
-    pool.drop(cached)
-    assert pool.forget() == 1
-    assert pool.names([cached, held]) == [None, None]

@@ -218,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestPoolMachine.pytestmark = [pytest.mark.strict]
 
 

@@ -53,23 +53,6 @@ def test_changes_name_the_frames_that_hold_the_pages_still() -> None:
     assert (changes.stored, changes.removed, changes.cleared) == ((), (), True)
 
 
-def test_changes_that_were_lost_or_moved_are_all_pages_that_are_published() -> None:
-    mm = watched(num_frames=64, events=4)
-    spaces = [grown(mm, [turn] * 9) for turn in range(5)]
-    everything = {frame for space in spaces for frame in space.pages.tolist()[:2]}
-    assert set(names(mm, 0)[0]) == set(names(mm, None)[0]) == everything
-    mm.resize(20)
-    assert set(names(mm, None)[0]) == {frame for space in spaces for frame in space.pages.tolist()[:2]}
-
-
-def test_equal_tokens_of_different_tenants_have_different_names() -> None:
-    mm = watched()
-    for tenant in (b"", b"acme"):
-        grown(mm, [1] * 5, tenant)
-    one, other = mm.events(0)
-    assert one.block_hashes != other.block_hashes  # type: ignore[union-attr]
-
-
 def test_an_evicted_page_is_removed_under_the_name_it_was_stored_by() -> None:
     mm = watched()
     grown(mm, [1] * 9).release()
@@ -88,18 +71,6 @@ def test_a_frame_that_was_reused_before_the_log_was_read_has_the_right_name() ->
     assert reader.names == findable(mm) == {content_digest(b"", [3] * 4), content_digest(b"", [3] * 8)}
 
 
-def test_a_tenant_whose_root_number_was_reused_has_the_right_name() -> None:
-    mm = watched(num_frames=40, events=200)
-    for number in range(30):  # unused roots are removed, and their numbers given out again
-        space = grown(mm, [7] * 5, tenant=b"tenant %d" % number)
-        space.release()
-        mm.evict(1)
-    assert len({root.number for root in mm._roots.by_tenant.values()}) < 30
-    stored = [event for event in mm.events(0) if isinstance(event, BlockStored)]
-    assert [event.tenant for event in stored] == [b"tenant %d" % number for number in range(30)]
-    assert [event.block_hashes[0] for event in stored] == [content_digest(event.tenant, [7] * 4) for event in stored]
-
-
 def test_a_reader_that_fell_behind_is_told_where_the_log_begins() -> None:
     mm = watched(num_frames=16, events=3)
     for token in range(4):
@@ -109,21 +80,6 @@ def test_a_reader_that_fell_behind_is_told_where_the_log_begins() -> None:
         mm.events(0)
     assert (lost.value.since, lost.value.first_available) == (0, 2)
     assert [event.sequence for event in mm.events(1)] == [2, 3, 4]
-
-
-def test_a_log_that_went_round_unread_begins_again_from_a_snapshot() -> None:
-    mm = watched(num_frames=16, events=3)
-    for token in range(4):
-        grown(mm, [token] * 5).release()
-    with pytest.raises(EventsLost) as lost:
-        mm.events(1)
-    assert lost.value.first_available == 5
-    reader = Follower(mm)
-    assert reader.names == findable(mm)
-    mm.evict(1)
-    grown(mm, [9] * 9)
-    reader.catch_up()
-    assert reader.names == findable(mm)
 
 
 def test_a_page_without_prefix_is_removed_only_with_its_twin() -> None:
@@ -156,23 +112,6 @@ def test_a_snapshot_has_prefixes_before_what_follows_them() -> None:
     assert known == findable(mm)
 
 
-def test_a_snapshot_as_events_resynchronises_a_reader_that_knows_events_only() -> None:
-    mm = watched()
-    grown(mm, [1] * 9)
-    reader = Follower(mm, since=0)
-    reader.names = {b"stale"}
-    for event in mm.events_snapshot().as_events():
-        reader.follow(event)
-    assert reader.names == findable(mm)
-
-
-def test_a_page_that_was_known_already_is_not_stored_again() -> None:
-    mm = watched()
-    a, b = mm.open([1] * 5), mm.open([1] * 5)
-    mm.commit(mm.plan([a, b], [5, 5]), [1] * 10)
-    assert [type(event) for event in mm.events(0)] == [BlockStored]
-
-
 def predicted(reader: Follower, tokens: list[int], groups: tuple[Group, ...], size: int) -> int:
     """Return how many tokens `open` will match, as a router predicts from the groups and the events alone."""
     names = [content_digest(b"", tokens[: end * size], size) for end in range(1, (len(tokens) - 1) // size + 1)]
@@ -186,6 +125,7 @@ def predicted(reader: Follower, tokens: list[int], groups: tuple[Group, ...], si
     return 0
 
 
+@pytest.mark.many_steps
 @pytest.mark.parametrize(
     "groups", [(Group(), Group()), (Group(), Group(window=5, sinks=2)), (Group(), Group(window=3), Group(window=9))]
 )
@@ -245,24 +185,6 @@ EVENTS: list[Event] = [
 ]
 
 
-def test_the_form_of_vllm_is_a_map_with_its_type_inside() -> None:
-    stored, removed, cleared = map(as_map, EVENTS)
-    assert stored == {
-        "type": "BlockStored",
-        "block_hashes": [bytes(range(32))],
-        "parent_block_hash": bytes([255] * 32),
-        "token_ids": [1, 2],
-        "block_size": 2,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "extra_keys": [[b"acme"]],
-        "group_idx": 3,
-    }
-    assert removed == {"type": "BlockRemoved", "block_hashes": [bytes(range(32))], "medium": "GPU", "group_idx": 0}
-    assert cleared == {"type": "AllBlocksCleared"}
-
-
 def test_short_names_are_the_last_64_bits_of_digests_as_those_of_vllm() -> None:
     stored, removed, cleared = (as_map(event, short=True) for event in EVENTS)
     assert (stored["block_hashes"], stored["parent_block_hash"]) == ([0x18191A1B1C1D1E1F], 2**64 - 1)
@@ -285,14 +207,3 @@ def test_a_manager_that_keeps_no_events_says_how_to_keep_them() -> None:
         with pytest.raises(InvalidRequest, match="events=N"):
             ask()
     assert mm.state.log.nbytes == 0
-
-
-@pytest.mark.parametrize(("since", "why"), [(-1, "int of 0 or more"), (1, "newest event has number 0")])
-def test_a_number_beyond_the_newest_event_is_refused(since: int, why: str) -> None:
-    with pytest.raises(InvalidRequest, match=why):
-        watched().events(since)
-
-
-def test_a_negative_number_of_events_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="events is -1"):
-        MemoryManager(8, 4, events=-1)

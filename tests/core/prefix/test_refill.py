@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
 from pagedkv.core import Group, MemoryManager
-from pagedkv.errors import ConcurrentUse
 from tests.core.oracle import grown
 
 PROMPT_FIGURES = (
@@ -38,14 +35,6 @@ def prompt_figures(mm: MemoryManager) -> dict[str, object]:
     return figures
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_prefix_cache_says_whether_prompts_find_published_pages(on: bool) -> None:
-    mm = MemoryManager(16, 4, prefix_cache=on)
-    assert mm.prefix_cache is on
-    grown(mm, [1] * 9)
-    assert (len(mm.open([1] * 9)) > 0) is on
-
-
 def test_restoring_counts_in_no_statistic_of_prompts() -> None:
     mm = observed()
     before = prompt_figures(mm)
@@ -57,22 +46,6 @@ def test_restoring_counts_in_no_statistic_of_prompts() -> None:
     space = mm.open([2] * 20)
     assert len(space) == 16  # the pages stay
     assert prompt_figures(mm) != before  # statistics count again
-    mm.check()
-
-
-def test_restoring_counts_in_no_statistic_after_an_exception_either() -> None:
-    mm = observed()
-    before = prompt_figures(mm)
-
-    def refill_and_fail() -> None:
-        with mm.restoring():
-            grown(mm, [2] * 20).release()
-            raise RuntimeError("broken file")
-
-    with pytest.raises(RuntimeError, match="broken file"):
-        refill_and_fail()
-    assert prompt_figures(mm) == before
-    assert len(mm.open([2] * 20)) == 16
     mm.check()
 
 
@@ -92,31 +65,6 @@ def gives_back(mm: MemoryManager, first: int) -> bool:
     return holes
 
 
-def test_a_first_quota_may_be_set_while_restoring() -> None:
-    mm = MemoryManager(64, 4)
-    grown(mm, [1] * 10).release()
-    before = mm.stats().tokens_asked
-    with mm.restoring():
-        mm.set_quota(b"acme", hard=48)
-        grown(mm, [2] * 10, tenant=b"acme").release()
-    assert mm.stats().tokens_asked == before
-    assert mm.usage(b"acme").used == 2
-    mm.check()
-
-
-def test_restoring_is_refused_to_a_second_thread() -> None:
-    mm = MemoryManager(64, 4)
-    mm.own()
-
-    def restore() -> None:
-        with pytest.raises(ConcurrentUse), mm.restoring():
-            pass
-
-    thread = threading.Thread(target=restore)
-    thread.start()
-    thread.join()
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_restoring_suspends_the_window_of_a_single_group_until_it_ends(fails: bool) -> None:
     mm = windowed()
@@ -131,15 +79,4 @@ def test_restoring_suspends_the_window_of_a_single_group_until_it_ends(fails: bo
         assert fails
     assert mm.groups == (Group(window=4, sinks=2),)
     assert gives_back(mm, 300)
-    mm.check()
-
-
-def test_a_windowed_space_publishes_every_page_only_while_restoring() -> None:
-    mm = windowed()
-    assert gives_back(mm, 100)
-    behind_window = len(mm.open(np.arange(100, 121)))
-    with mm.restoring():
-        gives_back(mm, 200)
-    restored = mm.open(np.arange(200, 221))
-    assert len(restored) == 20 > behind_window
     mm.check()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager
-from pagedkv.errors import InvalidRequest
+from pagedkv.core import MemoryManager
 
 
 def test_tokens_without_ids_are_kept_and_never_found() -> None:
@@ -20,15 +18,6 @@ def test_tokens_without_ids_are_kept_and_never_found() -> None:
     assert mm.stats().cached == 0
     for prompt in ([-1] * 6, [1, 2, 3, 4], [-1] * 5 + [1, 2, 3, 4, 5]):
         assert len(mm.open(prompt)) == 0
-
-
-def test_pages_before_the_first_token_without_an_id_stay_findable() -> None:
-    mm = MemoryManager(num_frames=16, block_size=2)
-    space = mm.open()
-    mm.commit(mm.plan([space], [4]), [1, 2, 3, 4])
-    mm.commit(mm.plan([space], [4]), None)
-    space.release()
-    assert len(mm.open([1, 2, 3, 4, 5, 6, 7])) == 4
 
 
 def test_two_forks_with_different_tokens_without_ids_never_share_a_page() -> None:
@@ -55,29 +44,6 @@ def test_a_space_that_drops_its_tokens_without_ids_publishes_again(length: int, 
     assert len(mm.open([*prompt, 9])) == found
 
 
-def test_forks_of_tokens_without_ids_publish_nothing_and_pins_keep_them() -> None:
-    mm = MemoryManager(num_frames=16, block_size=2, groups=(Group(), Group(window=4)))
-    space = mm.open()
-    mm.commit(mm.plan([space], [2]), None)
-    child = space.fork()
-    mm.commit(mm.plan([child], [2]), [3, 4])
-    pin = mm.pin(child)
-    for each in (space, child):
-        each.release()
-    assert mm.stats().cached == 0
-    mm.unpin(pin)
-    assert mm.stats().free == 16
-
-
-def test_a_rejected_plan_of_tokens_without_ids_leaves_the_space_as_it_was() -> None:
-    mm = MemoryManager(num_frames=16, block_size=2)
-    space = mm.open()
-    mm.commit(mm.plan([space], [3]), None, [0])
-    mm.commit(mm.plan([space], [2]), [1, 2])
-    space.release()
-    assert len(mm.open([1, 2, 3])) == 2
-
-
 def test_pages_that_waited_for_an_outstanding_plan_are_published_after_tokens_without_ids() -> None:
     mm = MemoryManager(num_frames=32, block_size=2)
     other, space = mm.open(), mm.open()
@@ -90,14 +56,3 @@ def test_pages_that_waited_for_an_outstanding_plan_are_published_after_tokens_wi
     for each in (space, other):
         each.release()
     assert len(mm.open([1, 2, 3, 4, 5, 6, 7])) == 6
-
-
-@pytest.mark.parametrize("counts", [[4], [-1], [10**12], [1, 1]])
-def test_counts_that_do_not_fit_are_refused_without_ids_too(counts: list[int]) -> None:
-    mm = MemoryManager(num_frames=16, block_size=2)
-    space = mm.open()
-    plan = mm.plan([space], [3])
-    with pytest.raises(InvalidRequest):
-        mm.commit(plan, None, counts)
-    mm.commit(plan, None, np.array([2]))
-    assert len(space) == 2

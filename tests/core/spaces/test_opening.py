@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -27,12 +25,6 @@ def test_lookup_answers_what_open_maps_and_changes_nothing(length: int) -> None:
     assert mm.lookup(PROMPT, tenant=b"umbra") == 0
 
 
-def test_lookup_makes_no_root_for_a_tenant_that_is_new(mm: MemoryManager) -> None:
-    roots = len(mm._roots.by_tenant)
-    assert mm.lookup(PROMPT, tenant=b"new") == 0
-    assert len(mm._roots.by_tenant) == roots
-
-
 def test_a_prompt_that_was_looked_up_is_evicted_no_later() -> None:
     mm = MemoryManager(8, 4)
     grown(mm, [1] * 5).release()
@@ -40,14 +32,6 @@ def test_a_prompt_that_was_looked_up_is_evicted_no_later() -> None:
     assert mm.lookup([1] * 5) == 4
     mm.evict(1)
     assert (mm.lookup([1] * 5), mm.lookup([2] * 5)) == (0, 4)
-
-
-def test_lookup_counts_only_pages_that_every_group_has() -> None:
-    mm = MemoryManager(64, 4, groups=(Group(), Group(window=8, sinks=2)))
-    grown(mm, PROMPT)
-    assert mm.lookup(PROMPT[:17]) == 16
-    mm.evict(4)
-    assert mm.lookup(PROMPT[:17]) == 4
 
 
 def test_a_batch_is_opened_as_its_rows_would_be() -> None:
@@ -86,29 +70,6 @@ def test_a_batch_skips_the_columns_that_every_row_knows(
     assert mm.open_batch([], pads=pads and []) == ([], 0)
 
 
-WINDOWS = [(Group(window=9),), (Group(), Group(window=9)), (Group(window=6), Group(window=11, sinks=2))]
-
-
-@pytest.mark.parametrize("groups", WINDOWS, ids=str)
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_with_windows_end_at_the_column_that_all_know(groups: tuple[Group, ...], seed: int) -> None:
-    """Of prompts that are known to different lengths, with padding before them, as a host computes rectangles."""
-    dice = random.Random(seed)
-    mm = MemoryManager(256, 4, groups=groups)
-    rows = [[dice.randrange(9) for _ in range(dice.randrange(30, 60))] for _ in range(3)]
-    for row in rows:
-        grown(mm, row[: dice.randrange(8, len(row))]).release()
-    longest = max(map(len, rows))
-    pads = [longest - len(row) for row in rows]
-    known = [mm.lookup(row) for row in rows]
-    spaces, skip = mm.open_batch(rows, pads=pads)
-    assert skip == min(pad + length for pad, length in zip(pads, known, strict=True)) > 0
-    assert [len(space) for space in spaces] == [max(0, skip - pad) for pad in pads]
-    for row, space in zip(rows, spaces, strict=True):
-        mm.commit(mm.plan([space], [len(row) - len(space)]), row[len(space) :])
-    mm.check()
-
-
 def test_a_row_ends_before_a_column_from_which_its_window_lacks_a_page() -> None:
     """Page 1 is gone. A window of 4 does not see it from column 12 on, nor up to column 4, but from column 10."""
     mm = MemoryManager(64, 4, groups=(Group(), Group(window=4)))
@@ -135,15 +96,6 @@ def test_a_batch_is_opened_for_all_rows_or_for_none() -> None:
     assert len(mm.open_batch([[1]] * 3).spaces) == 3
     assert mm.state.reg[st.NUM_UNUSED_ASIDS] == 0
     del kept
-
-
-def test_the_handles_of_a_batch_are_released_one_by_one(mm: MemoryManager) -> None:
-    a, b = mm.open_batch([[1, 2], [3]]).spaces
-    a.release()
-    mm.commit(mm.plan([b], [1]), [3])
-    b.release()
-    assert mm.recover() == (0, 0, 0)
-    assert mm.stats().spaces == 0
 
 
 def test_rows_may_be_an_array_or_a_tensor_of_the_host() -> None:

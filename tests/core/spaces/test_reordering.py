@@ -30,13 +30,6 @@ def test_each_result_goes_on_where_its_source_is(groups: tuple[Group, ...], inde
     mm.check()
 
 
-def test_the_same_order_takes_no_space_and_no_frame(mm: MemoryManager) -> None:
-    beams = [grown(mm, [beam] * 7) for beam in range(3)]
-    before = everything(mm)
-    assert mm.reorder(beams, [0, 1, 2]) == beams
-    assert everything(mm) == before
-
-
 def test_a_beam_that_ends_gives_its_frames_back_and_its_handle_is_stale() -> None:
     mm = MemoryManager(16, 4)
     beams = [grown(mm, [beam] * 7) for beam in range(3)]
@@ -66,14 +59,4 @@ def test_all_beams_are_reordered_or_none(mm: MemoryManager) -> None:
     assert beams[1].token_ids.tolist() == [1] * 7 + [9]
     with pytest.raises(StaleHandle):
         mm.reorder(beams, [1])
-    mm.check()
-
-
-def test_the_frames_of_a_beam_that_ends_wait_for_the_epoch(mm: MemoryManager) -> None:
-    beams = [grown(mm, [beam] * 7) for beam in range(2)]
-    mm.retire(1)
-    mm.reorder(beams, [0])
-    assert mm.pending == 2
-    mm.advance(1)
-    assert mm.pending == 0
     mm.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from pagedkv.core import Group, MemoryManager
@@ -45,32 +44,6 @@ def test_pages_that_mix_old_and_new_weights_are_never_found(groups: tuple[Group,
     mm.check()
 
 
-def test_pages_computed_afterwards_are_found() -> None:
-    mm = MemoryManager(32, 4)
-    old, anew = grown(mm, [1] * 9), grown(mm, [2] * 9)
-    mm.forget()
-    anew.truncate(0)
-    mm.commit(mm.plan([anew], [9]), [2] * 9)
-    fresh = grown(mm, [1] * 9)
-    assert len(mm.open([1] * 9)) == len(mm.open([2] * 9)) == 8
-    assert not set(fresh.pages.tolist()) & set(old.pages.tolist())
-    mm.check()
-
-
-def test_a_frame_that_an_epoch_reads_is_not_free_before_the_epoch_has_passed() -> None:
-    mm = MemoryManager(32, 4)
-    space = grown(mm, [1] * 9)
-    frames = space.pages[:2]
-    mm.retire(1, [space])
-    assert mm.forget() == 0
-    assert (mm.pending, mm.stats().cached) == (3, 0)
-    other = mm.open()
-    assert not set(frames.tolist()) & set(other.pages.tolist())
-    assert mm.advance(1) == 3
-    assert mm.stats().free == 32
-    mm.check()
-
-
 def test_the_source_of_a_copy_survives_until_its_plan_is_settled() -> None:
     mm = MemoryManager(32, 4)
     parent = grown(mm, [1] * 8)
@@ -97,34 +70,3 @@ def test_forget_is_refused_while_a_frame_is_pinned_and_changes_nothing() -> None
     mm.unpin(pin)
     mm.forget()
     assert len(mm.open([1] * 9)) == 0
-
-
-def test_forget_gives_tenants_their_cached_frames_back() -> None:
-    mm = MemoryManager(32, 4)
-    mm.set_quota(b"t", hard=8)
-    grown(mm, [1] * 9, tenant=b"t").release()
-    grown(mm, [1] * 9, tenant=b"u").release()
-    mm.forget()
-    assert (mm.usage(b"t").used, mm.usage(b"t").evictable, mm.stats().free) == (0, 0, 32)
-    mm.check()
-    assert len(grown(mm, [1] * 9, tenant=b"t")) == 9
-    assert len(mm.open([1] * 7, tenant=b"t")) == 4
-    mm.check()
-
-
-def test_a_forgotten_page_is_missed_as_an_evicted_one() -> None:
-    mm = MemoryManager(32, 4)
-    grown(mm, [1] * 5).release()  # one page only: the ghost of a second might take the place of the first
-    mm.forget()
-    assert mm.why([1] * 5).reason == "evicted"
-
-
-def test_forgotten_pages_stay_forgotten_after_a_resize() -> None:
-    mm = MemoryManager(32, 4)
-    running = grown(mm, np.arange(20).tolist())
-    mm.forget()
-    mm.resize(8)
-    mm.resize(64)
-    mm.check()
-    assert len(mm.open(range(20))) == 0
-    assert running.token_ids.tolist() == list(range(20))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from pagedkv.core import MemoryManager
@@ -49,21 +48,6 @@ def test_a_page_is_not_exchanged_for_an_equal_one_under_a_plan(mm: MemoryManager
     mm.check()
 
 
-@pytest.mark.parametrize("counts", [(0, 2), (2, 0), (0, 0)])
-@pytest.mark.parametrize("settle", ["commit", "abort"])
-def test_plans_of_no_tokens_can_always_be_settled(mm: MemoryManager, counts: tuple[int, int], settle: str) -> None:
-    a = mm.open()
-    plans = [mm.plan([a], [count]) for count in counts]
-    for plan, count in list(zip(plans, counts, strict=True))[:: 1 if settle == "commit" else -1]:
-        if settle == "commit":
-            mm.commit(plan, [1] * count)
-        else:
-            mm.abort(plan)
-    a.release()
-    assert mm.stats().mapped == 0
-    assert mm.stats().spaces == 0
-
-
 @pytest.mark.parametrize("counts", [[2**63 - 1], [2**63 - 1, 2**63 - 1, 2], [2**31], [2**31 - 1, 2**31 - 1]])
 def test_counts_that_no_kernel_could_address_are_refused(mm: MemoryManager, counts: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="at most 2"):
@@ -80,15 +64,6 @@ def test_the_source_of_a_copy_survives_its_owners_until_commit(mm: MemoryManager
     assert mm.stats().retired == 1
     mm.commit(plan, [6])
     assert mm.state.frames["status"][source] == st.FREE
-
-
-def test_a_failed_plan_changes_nothing(mm: MemoryManager) -> None:
-    greedy = mm.open([7])
-    before = everything(mm)
-    with pytest.raises(OutOfFrames, match="needs 17 frames; 16 are free") as short:
-        mm.plan([greedy], [16 * 4 + 1])
-    assert short.value.shortfall == 1
-    assert everything(mm) == before
 
 
 def test_a_plan_whose_copies_do_not_fit_changes_nothing() -> None:
@@ -140,13 +115,6 @@ def test_plans_of_a_space_are_committed_oldest_first(mm: MemoryManager) -> None:
     mm.commit(older, [1, 2])
     mm.commit(newer, [3, 4])
     assert space.token_ids.tolist() == [1, 2, 3, 4]
-
-
-def test_a_plan_takes_an_array_of_asids_like_a_list_of_spaces(mm: MemoryManager) -> None:
-    spaces = [mm.open([i]) for i in range(3)]
-    plan = mm.plan(np.array([s.asid for s in spaces]), np.array([1, 2, 3]))
-    assert plan.rows.tolist() == [s.asid for s in spaces]
-    assert plan.cu_seqlens_q.tolist() == [0, 1, 3, 6]
 
 
 def test_an_outstanding_plan_keeps_its_table_when_tables_grow() -> None:

@@ -6,12 +6,13 @@ put before their prefix in the order of eviction, and not at its end.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.core import state as st
-from pagedkv.errors import InvalidRequest
 from tests.core.oracle import grown
 
 pytestmark = pytest.mark.strict
@@ -28,7 +29,10 @@ GROUPS = {
 }
 
 
-@pytest.fixture(params=GROUPS)
+SELDOM = ("keep", "full second")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in GROUPS])
 def groups(request: pytest.FixtureRequest) -> tuple[Group, ...]:
     return GROUPS[request.param]
 
@@ -52,9 +56,13 @@ def end_epochs(mm: MemoryManager) -> None:
     mm.check()
 
 
-@pytest.mark.parametrize("epochs", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 45])
-@pytest.mark.parametrize("policy", ["lru", "cost"])
+QUICK = [("lru", 1, False), ("cost", 7, True)]
+GRID = [case for case in product(["lru", "cost"], [1, 7, 45], [False, True]) if case not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunk", "epochs"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
 def test_a_sequence_longer_than_its_windows_is_found_to_its_last_page(groups, policy, chunk, epochs) -> None:
     mm = MemoryManager(128, 4, groups=groups, policy=policy)
     ids = IDS[:45]
@@ -73,18 +81,7 @@ def test_a_sequence_longer_than_its_windows_is_found_to_its_last_page(groups, po
     mm.check()
 
 
-def test_a_prompt_holds_no_page_that_its_next_query_does_not_see(groups) -> None:
-    mm = MemoryManager(128, 4, groups=groups)
-    decoded(mm, IDS).release()
-    before = mm.stats().mapped
-    again = mm.open(IDS)
-    held = sum(int((again.pages_in(number) >= 0).sum()) for number in range(len(groups)))
-    assert before == 0
-    assert mm.stats().mapped == held
-
-
-@pytest.mark.parametrize("epochs", [False, True])
-@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize(("released", "epochs"), [(False, True), (True, False)])
 def test_eviction_takes_the_end_before_the_beginning(groups, released, epochs) -> None:
     mm = MemoryManager(128, 4, groups=groups)
     space = decoded(mm, IDS, epochs=epochs)
@@ -156,55 +153,6 @@ def test_a_page_that_waits_for_an_epoch_is_free_if_its_prefix_was_evicted_meanwh
     assert (mm.state.frames["status"][waiting] == st.FREE).all()
 
 
-def test_spaces_that_share_a_beginning_leave_one_chain(groups) -> None:
-    mm = MemoryManager(256, 4, groups=groups)
-    first = decoded(mm, IDS[:36])
-    second = first.fork()
-    mm.commit(mm.plan([first, second], [24, 20]), [*IDS[36:60], *range(20)])
-    mm.check()
-    other = [*IDS[:36], *range(20)]
-    first.release()
-    mm.check()
-    assert (mm.lookup([*IDS[:60], 0]), mm.lookup([*other, 0])) == (60, 56)
-    second.release()
-    mm.check()
-    assert (mm.lookup([*IDS[:60], 0]), mm.lookup([*other, 0])) == (60, 56)
-    while mm.evict(1):
-        mm.check()
-    assert mm.stats().free == 256
-
-
-def test_a_tenant_with_a_quota_has_lists_of_its_own(groups) -> None:
-    mm = MemoryManager(256, 4, groups=groups)
-    mm.set_quota(b"acme", hard=200)
-    space = mm.open(tenant=b"acme")
-    for at in range(0, 60, 5):
-        mm.commit(mm.plan([space], [5]), IDS[at : at + 5])
-        mm.check()
-    space.release()
-    mm.check()
-    assert mm.lookup(IDS, tenant=b"acme") == 60
-    while mm.evict(1):
-        mm.check()
-    assert mm.stats().free == 256
-
-
-def test_a_sequence_that_is_cut_and_goes_on_is_found_with_its_new_end() -> None:
-    mm = MemoryManager(128, 4, groups=(Group(window=9, keep=12),))
-    space = decoded(mm, IDS)
-    with pytest.raises(InvalidRequest, match="given back"):
-        space.truncate(40)
-    space.truncate(50)
-    mm.check()
-    mm.commit(mm.plan([space], [10]), range(10))
-    mm.check()
-    assert mm.lookup([*IDS[:50], *range(10), 0]) == 60
-    assert mm.lookup(IDS) == 60  # the old end is cached beside it
-    space.release()
-    mm.check()
-    assert mm.lookup([*IDS[:50], *range(10), 0]) == mm.lookup(IDS) == 60
-
-
 def test_the_prefix_of_a_copied_tail_stays_even_behind_a_hole() -> None:
     mm = MemoryManager(16, 4, groups=(Group(window=8, keep=8),))
     space = grown(mm, IDS[:21])
@@ -232,6 +180,7 @@ def test_a_tail_without_its_prefix_is_copied_and_its_source_freed() -> None:
     assert mm.stats().cached == 0
 
 
+@pytest.mark.many_steps
 def test_a_step_behind_ten_thousand_pages_visits_none_of_them() -> None:
     """A page that falls behind the window is put before its prefix at once: no page of the prefix is visited."""
     mm = MemoryManager(20_000, 1, groups=(Group(window=4),))
