@@ -26,7 +26,7 @@ LONG: Final = 24
 """Letters of a name that has no room before its bar."""
 STYLE: Final = f"""
 :root{{--ink:#1c2128;--dim:#57606a;--grid:#d0d7de;--ours:#0b5fc0;--also:#79aeea;--peer:#959da6}}
-@media (prefers-color-scheme:dark){{
+@media (prefers-color-scheme: dark){{
 :root{{--ink:#e6edf3;--dim:#9ea7b3;--grid:#343b44;--ours:#3d8bf0;--also:#2b5f9e;--peer:#6e7681}}}}
 text{{font:15px ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;fill:var(--ink)}}
 @media (max-width:{NARROW}px){{text{{font-size:18px}}}}
