@@ -10,6 +10,7 @@
 | PAGEDKV_CPU_ISA      | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable    |
 | PAGEDKV_NUM_THREADS  | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
 | PAGEDKV_CACHE_DIR    | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
+| PAGEDKV_BACKGROUND   | 0        | no other process compiles what a step calls; the first calls do (the default is 1) |
 | PAGEDKV_TIER_KEY     | a text   | the secret of tiers that --tier names: pages written without it are not found      |
 | PAGEDKV_API_KEY      | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
 | PAGEDKV_VLLM         | 1        | vLLM on CPUs: our attention, linear layers, workers that sleep (the default is 0)  |
@@ -56,6 +57,11 @@ def forced_num_threads() -> int | None:
 def asks_for_vllm() -> bool:
     """Return whether PAGEDKV_VLLM is set, and not 0."""
     return os.environ.get("PAGEDKV_VLLM", "0").strip() not in ("", "0")
+
+
+def may_compile_in_background() -> bool:
+    """Return whether PAGEDKV_BACKGROUND is not 0."""
+    return os.environ.get("PAGEDKV_BACKGROUND", "1").strip() != "0"
 
 
 def api_key() -> str | None:

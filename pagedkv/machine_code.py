@@ -6,21 +6,28 @@ edit, the folder is another one. The digest costs less than a millisecond an imp
 
     NUMBA_CACHE_DIR            if it is set
     <cache>/machine-code       the cache folder of debug.py: PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache
-    <tmp>/pagedkv-<user>       if neither can be written; code of the folders above is copied there first
-    (memory)                   if nothing can be written: every process compiles anew
+    <tmp>/pagedkv-<user>       if neither can be written
+    (memory)                   if nothing can be written: every process compiles again
 
-Nothing is written beside the sources, so an installation may be read-only, and nothing is left when it is removed.
+A new folder takes over the code of each module that an older folder, or one that cannot be written, has for the same
+syntax tree of the module and of the modules that it imports. An edit of a comment or of a docstring compiles nothing.
+
+Nothing is written next to the sources, so an installation may be read-only, and nothing is left when it is removed.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import json
+import logging
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -30,58 +37,176 @@ from pagedkv import debug
 MOST_FOLDERS: Final = 4
 """Folders of older sources that are kept: other versions, in other environments, may still use them."""
 
+_LOG: Final = logging.getLogger(__name__)
+
+_DIGESTS: Final = "digests.json"
+
 
 class MachineCode:
     """The place for the compiled functions of the sources below one folder; makes numba's decorators use it."""
 
-    def __init__(self, sources: Path, config: Any) -> None:
-        """config: numba.config, whose CACHE_DIR is set while a function is decorated."""
-        self.folder: Path | None = folder_for(sources)
-        self._config = config
+    def __init__(self, sources: Path, numba: Any, what: str) -> None:
+        """numba: the package. what: the subject of the line that says what is compiled, and for how long."""
+        self.folder: Path | None = folder_for(sources, _compiler(numba))
+        self._sources, self._numba, self._what = sources, numba, what
 
     def keep(self, decorator: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], Any]:
-        """Return `decorator(*args, **options)`, which keeps what it compiles in `folder`."""
+        """Return `decorator(*args, **options)`, which keeps what it compiles in `folder`.
+
+        With `args`, the types of arguments, the decorator compiles at once.
+        """
 
         def decorate(function: Any) -> Any:
-            before, self._config.CACHE_DIR = self._config.CACHE_DIR, str(self.folder or "")
+            source = Path(function.__code__.co_filename)
+            if self.folder is None or not source.is_relative_to(self._sources):
+                return decorator(*args, cache=False, **options)(function)
+            if args and not self.has(function.__name__):
+                self.say("")
+            impl = self._numba.core.caching.CompileResultCacheImpl
+            locator = _Locator(self.folder / _name(source, self._sources))
+            before, impl._locator_classes = impl._locator_classes, [locator]
             try:
-                return decorator(*args, cache=self.folder is not None, **options)(function)
+                return decorator(*args, cache=True, **options)(function)
             finally:
-                self._config.CACHE_DIR = before
+                impl._locator_classes = before
 
         return decorate
 
     def has(self, name: str) -> bool:
-        """Return whether a function of this name was compiled in this folder, or cannot be kept in any folder."""
-        return self.folder is None or any(self.folder.rglob(f"*.{name}-*.nbi"))
+        """Return whether a function of this name was compiled in this folder."""
+        return self.folder is not None and any(self.folder.rglob(f"*.{name}-*.nbi"))
+
+    @property
+    def place(self) -> str:
+        """str: where compiled functions are kept, as a sentence."""
+        if self.folder is None:
+            return "no folder can be written: each process compiles in memory; set PAGEDKV_CACHE_DIR to a folder"
+        return f"compiled functions are kept in {self.folder.parent}"
+
+    def say(self, how: str) -> None:
+        """Log, once a process, that functions are compiled. how: what goes on meanwhile."""
+        if self._what:
+            what, self._what = self._what, ""
+            _LOG.warning("compiling %s%s; `pagedkv warm` compiles all at once; %s", what, how, self.place)
 
 
-def folder_for(sources: Path) -> Path | None:
+class _Locator:
+    """The place of one module's functions, as numba asks for it. Their line numbers are of no account."""
+
+    _py_file = "?"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def from_function(self, *_: object) -> _Locator:
+        return self
+
+    def ensure_cache_path(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return ""
+
+    def get_disambiguator(self) -> str:
+        return ""
+
+
+def _compiler(numba: Any) -> str:
+    """Return the versions and the processor for which numba compiles."""
+    codegen = numba.core.codegen
+    processor = f"{codegen.ll.get_host_cpu_name()} {codegen.get_host_cpu_features()}"
+    return f"{sys.version_info[:2]} {numba.__version__} {processor}"
+
+
+def folder_for(sources: Path, compiler: str = "") -> Path | None:
     """Return the folder for functions compiled from the sources below `sources`; None if no folder can be written.
 
-    Modifies: makes the folder, and removes those of older sources if there are more than MOST_FOLDERS
+    compiler: the versions and the processor that the code is for.
+    Modifies: makes the folder, with the code of older sources that are the same but for comments; removes the folders
+    of older sources if there are more than MOST_FOLDERS
     """
-    name, unwritable = f"{sources.name}-{_digest(sources)[:16]}", list[Path]()
+    name, others = f"{sources.name}-{_digest(sources, compiler)[:16]}", list[Path]()
     for base in _bases():
         place = base / name
         if not _can_write(place):
-            unwritable.append(place)
+            others.append(place)
             continue
-        for full in unwritable:
-            if _is_trusted(full, {0, _USER}) and not any(place.iterdir()):
-                shutil.copytree(full, place, dirs_exist_ok=True)
-        _remove_older(place, sources.name)
+        by_use = _by_use(base.glob(f"{sources.name}-*"))  # `place` is the first
+        if not (place / _DIGESTS).exists():
+            _take_over(place, _digests(sources, compiler), others + [path for _, path in by_use])
+        for used, path in by_use[1 + MOST_FOLDERS :]:
+            if used < time.time() - 3600:
+                shutil.rmtree(path, ignore_errors=True)
         return place
     return None
 
 
-def _digest(folder: Path) -> str:
-    """Return a hash of the names and the texts of all sources below `folder`."""
-    digest = hashlib.sha256()
+def _digest(folder: Path, compiler: str = "") -> str:
+    """Return a hash of the names and the texts of all sources below `folder`, and of the compiler."""
+    digest = hashlib.sha256(compiler.encode())
     for path in sorted(folder.rglob("*.py")):
         text = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(text)} ".encode() + text)
     return digest.hexdigest()
+
+
+def _name(source: Path, sources: Path) -> str:
+    """Return the dotted name of a module below the package `sources`."""
+    parts = source.relative_to(sources).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "__init__"
+
+
+def _digests(sources: Path, compiler: str) -> dict[str, str]:
+    """Return a hash for each module below the package `sources`: of its syntax tree and of those that it imports."""
+    trees = {_name(path, sources): ast.parse(path.read_bytes()) for path in sorted(sources.rglob("*.py"))}
+    reached = {name: {name, *_without_docstrings(tree, sources.name, set(trees))} for name, tree in trees.items()}
+    for _ in trees:  # as many steps as the longest chain of imports has at most
+        reached = {name: names.union(*(reached[other] for other in names)) for name, names in reached.items()}
+    codes = {name: hashlib.sha256(ast.dump(tree).encode()).hexdigest() for name, tree in trees.items()}
+    texts = {name: " ".join(f"{other} {codes[other]}" for other in sorted(names)) for name, names in reached.items()}
+    return {name: hashlib.sha256(f"{compiler} {text}".encode()).hexdigest() for name, text in texts.items()}
+
+
+def _without_docstrings(tree: ast.Module, package: str, modules: set[str]) -> set[str]:
+    """Remove the docstrings of a tree. Return those of `modules`, which lie in `package`, that it imports."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+            if node.level:  # a relative import, of which there are none
+                return modules
+        elif isinstance(body := getattr(node, "body", None), list):
+            body[:] = [each for each in body if not (type(each) is ast.Expr and type(each.value) is ast.Constant)]
+    return {f".{name}".rpartition(f".{package}.")[2] for name in found} & modules
+
+
+def _take_over(place: Path, digests: dict[str, str], others: list[Path]) -> None:
+    """Copy the code of each module from the first of `others` that has it for the same digest.
+
+    Other processes may do the same: each file and each folder of a module appears whole, or not at all.
+    """
+    for other in others:
+        with suppress(OSError, ValueError):  # removed by another process, or made by another version of this file
+            theirs = json.loads((other / _DIGESTS).read_text()) if _is_trusted(other, {0, _USER}) else {}
+            for name in [name for name, digest in digests.items() if theirs.get(name) == digest]:
+                if (other / name).is_dir() and not (place / name).exists():
+                    _copy(other / name, place / name)
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=place) as draft:
+        Path(draft, _DIGESTS).write_text(json.dumps(digests))
+        Path(draft, _DIGESTS).replace(place / _DIGESTS)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder. Links take no space, but some file systems refuse them; numba replaces files, and edits none."""
+    for copy in (os.link, shutil.copy2):
+        with suppress(OSError), tempfile.TemporaryDirectory(dir=target.parent) as draft:
+            shutil.copytree(source, Path(draft, "copy"), copy_function=copy).rename(target)
+            return
 
 
 def _bases() -> Iterator[Path]:
@@ -127,13 +252,10 @@ def _can_write(place: Path) -> bool:
     return True
 
 
-def _remove_older(place: Path, name: str) -> None:
-    """Remove all but the newest folders of other sources of this name, unless they were used in the last hour."""
-    try:
-        others = [path for path in place.parent.glob(f"{name}-*") if path != place]
-        by_use = sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in by_use[MOST_FOLDERS:]:
-            if path.stat().st_mtime < time.time() - 3600:
-                shutil.rmtree(path, ignore_errors=True)
-    except OSError:  # another process removes them
-        return
+def _by_use(folders: Iterable[Path]) -> list[tuple[float, Path]]:
+    """Return the time of the last use and the path of each folder, the newest first."""
+    times = list[tuple[float, Path]]()
+    for path in folders:
+        with suppress(OSError):  # another process removes it
+            times.append((path.stat().st_mtime, path))
+    return sorted(times, reverse=True)

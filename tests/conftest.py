@@ -15,6 +15,7 @@ from contextlib import suppress
 import pytest
 
 os.environ.setdefault("PAGEDKV_DEBUG", "1")
+os.environ.setdefault("PAGEDKV_BACKGROUND", "0")  # tests of what is compiled compile it themselves
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 with suppress(ModuleNotFoundError):  # environments of hosts lack it

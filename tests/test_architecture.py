@@ -73,7 +73,8 @@ EXTRAS_AT_HOME = (
 
 LEVELS = {
     "pagedkv.core": (
-        "state compiled",
+        "state background",
+        "compiled",
         "arguments prefix",
         "pool",
         "handles policies",

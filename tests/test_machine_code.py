@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ PLACE = """
 import numba
 from pathlib import Path
 from pagedkv.machine_code import MachineCode
-MACHINE_CODE = MachineCode(Path(__file__).parent, numba.config)
+MACHINE_CODE = MachineCode(Path(__file__).parent, numba, "")
 njit = MACHINE_CODE.keep(numba.njit, {options})
 """
 CALLED = "from pkg.place import njit\n@njit\ndef answer():\n    return {}\n"
@@ -60,18 +61,34 @@ from numba.core import event
 with event.install_recorder("numba:compile") as compiled:
     from pkg.b.y import ask
     ask()
-print(len(compiled.buffer))
+print(*sorted({record.data["dispatcher"].__name__ for _, record in compiled.buffer}))
 """
 
 
 def test_a_second_process_compiles_nothing_and_the_first_writes_nothing_beside_the_sources(tmp_path: Path) -> None:
     package_in(tmp_path, PLACE.format(options=""))
     before = {*(tmp_path / "pkg").rglob("*")}
-    assert output_of(tmp_path, RECORDED) != "0"
-    assert output_of(tmp_path, RECORDED) == "0"
+    assert output_of(tmp_path, RECORDED) == "answer ask"
+    assert output_of(tmp_path, RECORDED) == ""
     assert {*(tmp_path / "pkg").rglob("*")} == before
     [folder] = (tmp_path / "cache/machine-code").iterdir()
     assert len(list(folder.rglob("*.nbi"))) == 2
+
+
+def test_comments_docstrings_and_modules_that_are_not_imported_compile_nothing_again(tmp_path: Path) -> None:
+    package_in(tmp_path, PLACE.format(options=""))
+    assert output_of(tmp_path, RECORDED) == "answer ask"
+    called, caller = tmp_path / "pkg/a/x.py", tmp_path / "pkg/b/y.py"
+    called.write_text(
+        '"""Text."""\n# a comment\n' + CALLED.replace("():\n", "():\n    '''Text.'''\n").format("1  # one")
+    )
+    (tmp_path / "pkg/b/z.py").write_text("from pkg.b import y\n")
+    assert output_of(tmp_path, RECORDED) == ""
+    caller.write_text(CALLER.replace("answer()", "answer() + 1"))
+    assert output_of(tmp_path, RECORDED) == "ask"
+    called.write_text(CALLED.format(2))
+    assert output_of(tmp_path, RECORDED) == "answer ask"
+    assert output_of(tmp_path, ASK) == "3"
 
 
 HARDENED = """
@@ -100,16 +117,17 @@ def test_code_of_a_read_only_image_is_copied_once(tmp_path: Path, monkeypatch: p
     warm = folder_for(tmp_path / "src")
     assert warm is not None
     assert warm.parent == tmp_path / "image/machine-code"
-    (warm / "a.f-1.nbi").write_text("compiled")
+    (warm / "a").mkdir()
+    (warm / "a/a.f-1.nbi").write_text("compiled")
     can_write = machine_code._can_write
     monkeypatch.setattr(machine_code, "_can_write", lambda place: "image" not in place.parts and can_write(place))
     copied = folder_for(tmp_path / "src")
     assert copied is not None
     assert copied.parent.name.startswith("pagedkv-")
-    assert (copied / "a.f-1.nbi").read_text() == "compiled"
-    (copied / "a.f-1.nbi").write_text("newer")
+    assert (copied / "a/a.f-1.nbi").read_text() == "compiled"
+    (copied / "a/a.f-1.nbi").write_text("newer")
     assert folder_for(tmp_path / "src") == copied
-    assert (copied / "a.f-1.nbi").read_text() == "newer"
+    assert (copied / "a/a.f-1.nbi").read_text() == "newer"
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="permissions of POSIX")
@@ -138,16 +156,19 @@ def test_code_is_loaded_from_no_folder_that_others_can_write(tmp_path: Path) -> 
 
 def test_code_is_copied_from_no_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "src").mkdir()
+    (tmp_path / "src/a.py").touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "open"))
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "mine"))
     planted = tmp_path / "open" / f"src-{machine_code._digest(tmp_path / 'src')[:16]}"
     planted.mkdir(parents=True)
-    (planted / "a.nbi").write_text("planted")
+    (planted / "a").mkdir()
+    (planted / "a/a.nbi").write_text("planted")
+    (planted / "digests.json").write_text(json.dumps(machine_code._digests(tmp_path / "src", "")))
     planted.chmod(0o777)
     place = folder_for(tmp_path / "src")
     assert place is not None
     assert place.parent == tmp_path / "mine/machine-code"
-    assert not list(place.iterdir())
+    assert [path.name for path in place.iterdir()] == ["digests.json"]
 
 
 def test_folders_of_older_sources_go_when_they_are_many_and_unused(

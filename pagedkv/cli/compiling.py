@@ -1,4 +1,4 @@
-"""What the shell says about the compiler: the line that the library logs at the first use on a machine, or nothing."""
+"""The compiler, seen from the shell: the line that the library logs at the first use on a machine, or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from pagedkv import machine_code
-from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.core.warm import begin_warm_up
 
 
@@ -22,8 +21,3 @@ def announced(*, quiet: bool) -> Iterator[Console]:
     logging.getLogger(machine_code.__name__).setLevel(logging.ERROR if quiet else logging.WARNING)
     begin_warm_up()
     yield Console(stderr=True, highlight=False)
-
-
-def place() -> str:
-    """Return where compiled functions are kept, as a sentence."""
-    return machine_code.place(MACHINE_CODE.folder)

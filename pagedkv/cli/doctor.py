@@ -19,12 +19,12 @@ from rich.text import Text
 import pagedkv
 from pagedkv import debug
 from pagedkv.cli import machine
-from pagedkv.cli.compiling import place
 from pagedkv.cli.report import grid, size
+from pagedkv.core.warm import place
 
-PACKAGES: Final = "torch numba numpy safetensors tokenizers triton cupy-cuda12x cupy-cuda13x transformers".split()
+_PACKAGES: Final = "torch numba numpy safetensors tokenizers triton cupy-cuda12x cupy-cuda13x transformers".split()
 
-FEATURES: Final = """
+_FEATURES: Final = """
 avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm
 """.split()
 """The CPU features that kernels may require."""
@@ -60,7 +60,7 @@ def _facts() -> dict[str, str]:
         "pagedkv": f"{pagedkv.__version__}, debug level {debug.level()}, kernels {debug.forced_backend() or 'auto'}",
         "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else "not compiled: the C++ kernels are not there",
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}",
-        **{name: installed.get(name, "not installed") for name in PACKAGES},
+        **{name: installed.get(name, "not installed") for name in _PACKAGES},
         "torch": torch.__version__,  # with the build, which the metadata of wheels on PyPI leave out
         "cpu": _cpu(),
         "threads": f"{torch.get_num_threads()} of torch; {cores} of {os.cpu_count()} cores may be used",
@@ -77,11 +77,11 @@ def _facts() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Return the name of the CPU and its FEATURES."""
+    """Return the name of the CPU and its _FEATURES."""
     fields = machine.fields("/proc/cpuinfo")
     present = set(fields.get("flags", fields.get("Features", "")).split())
     name = fields.get("model name", platform.processor() or "unknown")
-    features = " ".join(feature for feature in FEATURES if feature in present)
+    features = " ".join(feature for feature in _FEATURES if feature in present)
     return f"{name}; {features or 'no features that kernels ask for'}"
 
 

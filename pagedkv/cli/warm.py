@@ -9,8 +9,7 @@ import torch
 from rich.console import Console
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
-from pagedkv.cli.compiling import place
-from pagedkv.core.warm import warm_up, warm_up_frame_pool
+from pagedkv.core.warm import place, warm_up, warm_up_frame_pool
 
 
 def run() -> None:

@@ -12,20 +12,30 @@ An integer divided by 0 gives 0 (`error_model`): the test for 0 costs more than 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from copy import copy
+from functools import partial
+from itertools import starmap
+from operator import setitem
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import numba
 import numba.extending
+import numpy as np
 from numba import types
 from numba.core.cgutils import get_item_pointer, ir
 from numba.core.registry import CPUDispatcher
 from numba.np.arrayobj import make_array
 
+from pagedkv.core import background
+from pagedkv.core.state import State, copied
 from pagedkv.machine_code import MachineCode
 
-MACHINE_CODE: Final = MachineCode(Path(__file__).parent, numba.config)
+MACHINE_CODE: Final = MachineCode(
+    Path(__file__).parent, numba, "pagedkv's memory manager for this machine (a quarter of a minute)"
+)
 
 Result = TypeVar("Result")
 
@@ -37,15 +47,25 @@ class _Compiler(Protocol):
         """Return the compiled function."""
 
 
-_WITHOUT_COUNTS: Final[dict[str, Any]] = {"_nrt": False, "error_model": "numpy"}
-
-
 class _Inner(CPUDispatcher):
     """A function that only compiled functions call; its machine code is part of theirs. In Python it runs uncompiled.
 
     Numba would compile it for each width of an integer and for each constant that a caller passes. All of them are
-    passed as int64, so it is compiled once.
+    passed as int64, so it is compiled once. Numba would also optimise it and emit its code, with that of all functions
+    below it, although only the code within its callers runs.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Arguments: numba's."""
+        super().__init__(*args, **options)
+        self._compiler._customize_flags = _without_code
+
+    def add_overload(self, cres: Any) -> None:
+        """Let callers link the function, which has no address."""
+        cres.library.finalize = partial(_link, cres.library)
+        named = cres._replace(entry_point=object())
+        self.targetctx.insert_user_function(named.entry_point, cres.fndesc, [cres.library])
+        self.overloads[tuple(cres.signature.args)] = named
 
     def __call__(self, *args: Any) -> Any:
         """Return the result of the Python function."""
@@ -56,33 +76,87 @@ class _Inner(CPUDispatcher):
         return super().get_call_template(tuple(_widest(arg) for arg in args), kws)
 
 
+def _without_code(flags: Any) -> Any:
+    flags.no_compile = True
+    return flags
+
+
+def _link(library: Any) -> None:
+    """Add the functions that a library calls, and inline: the rest of numba's CPUCodeLibrary.finalize is needless."""
+    for other in dict.fromkeys(library._linking_libraries):
+        library._reload_init.update(other._reload_init)
+        library._final_module.link_in(other._get_module_for_linking(), preserve=True)
+    passes, builder = library._codegen._module_pass_manager(loop_vectorize=False, opt=0, cost="cheap")
+    passes.run(library._final_module, builder)
+    library._finalize_dynamic_globals()
+    library._finalized = True
+
+
+class _Outer(CPUDispatcher):
+    """A function that Python calls. While another process compiles it (background.py), it runs uncompiled."""
+
+    def _compile_for_args(self, *args: Any, **kws: Any) -> Any:
+        """Return the function to call: numba's C code asks for it if nothing is compiled for `args` in this process."""
+        if self.__name__ in background.STEP and background.begin(MACHINE_CODE):
+            self._types_active_call.clear()
+            return partial(_run_uncompiled, self.py_func)
+        if not MACHINE_CODE.has(self.__name__):
+            MACHINE_CODE.say("")
+        return super()._compile_for_args(*args, **kws)
+
+
+def _run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Run the function of a step in Python as its machine code runs: an interrupt comes before its change, or after it.
+
+    An interrupt may end the function anywhere, so it changes copies of the arrays. One call of C functions copies them
+    back. O(frames + used pages)
+    """
+    mine = [copied(arg) if isinstance(arg, State) else copy(arg) for arg in args]
+    with np.errstate(over="ignore"):  # hashes overflow, as they do in machine code
+        result = function(*mine)
+    numbers = tuple(map(int, result)) if isinstance(result, tuple) else None if result is None else int(result)
+    changes = list[tuple[Any, Any, Any]]()
+    for old, new in zip(args, mine, strict=True):
+        if isinstance(old, State):  # entries behind the pages of a row mean nothing, and need no memory
+            rows, pages = np.flatnonzero(new.spaces["num_pages"]), slice(new.spaces["num_pages"].max())
+            changes.append((old.table, (rows, pages), new.table[rows, pages]))
+            changes += [(ours, ..., array) for ours, array in zip(old, new, strict=True) if ours is not old.table]
+        elif isinstance(old, np.ndarray) and old.flags.writeable:
+            changes.append((old, ..., new))
+    deque(starmap(setitem, changes), maxlen=0)
+    return numbers
+
+
 def _widest(kind: Any) -> Any:
     """Return int64 for the type of an integer or constant that an int64 can hold, and every other type as it is."""
     plain = types.unliteral(kind)
     return types.int64 if isinstance(plain, types.Integer) and plain.bitwidth < 64 else plain
 
 
-def _inner(**options: Any) -> _Compiler:
+def _made(kind: Callable[..., Any], *, cache: bool = False, **options: Any) -> _Compiler:
     def decorate(function: Any) -> Any:
         if numba.config.DISABLE_JIT:
             return function
-        return _Inner(function, targetoptions={**_WITHOUT_COUNTS, **_NO_ENTRIES, "nopython": True, **options})
+        dispatcher = kind(function, targetoptions={"nopython": True, "no_cfunc_wrapper": True, **options})
+        if cache:
+            dispatcher.enable_caching()
+        return dispatcher
 
     return decorate
 
 
-_NO_ENTRIES: Final[dict[str, Any]] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_WITHOUT_COUNTS: Final[dict[str, Any]] = {"_nrt": False, "error_model": "numpy"}
 
-compiled: _Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS, no_cfunc_wrapper=True)
+compiled: _Compiler = MACHINE_CODE.keep(partial(_made, _Outer), **_WITHOUT_COUNTS)
 """Decorator of functions that Python calls, and that allocate nothing."""
 
-inner: _Compiler = _inner()
+inner: _Compiler = _made(_Inner, no_cpython_wrapper=True, **_WITHOUT_COUNTS)
 """Decorator of functions that compiled functions call."""
 
-inlined: _Compiler = _inner(forceinline=True)
+inlined: _Compiler = _made(_Inner, forceinline=True, no_cpython_wrapper=True, **_WITHOUT_COUNTS)
 """Decorator of inner functions that run for each frame or space: a call passes 80 words of `State` on the stack."""
 
-allocating: _Compiler = MACHINE_CODE.keep(numba.njit, error_model="numpy", no_cfunc_wrapper=True)
+allocating: _Compiler = MACHINE_CODE.keep(partial(_made, _Outer), error_model="numpy")
 """Decorator of functions that Python calls, and that make arrays."""
 
 
@@ -116,7 +190,7 @@ else:
         return numba.types.void(array, numba.types.intp), generate
 
     class _Prefetch(type(prefetch)):  # type: ignore[misc]
-        """An intrinsic that Python may call as well: functions of a step run uncompiled at first (warm.py)."""
+        """An intrinsic that Python may call as well: functions of a step run uncompiled at first."""
 
         def __call__(self, array: Any, at: Any) -> None:
             """Do nothing."""

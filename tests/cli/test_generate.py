@@ -13,7 +13,6 @@ from pagedkv.cli import compiling
 from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
-from pagedkv.engine.step.engine import Engine
 from tests.records import DEMO_ANSWER
 
 KEYS = {

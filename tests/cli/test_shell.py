@@ -11,8 +11,8 @@ import pytest
 import typer.main
 
 from pagedkv import __version__
-from pagedkv.cli import compiling
 from pagedkv.cli.app import app
+from pagedkv.core import warm
 from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.kernels import registry
 
@@ -81,5 +81,5 @@ def test_warm_compiles_everything_and_says_where(command, monkeypatch):
     assert re.search(r"memory manager +\d+\.\d s\nframe pool +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out)
     assert "compiled functions are kept in" in out
     monkeypatch.setattr(MACHINE_CODE, "folder", None)
-    out = compiling.place()
+    out = warm.place()
     assert "no folder can be written: each process compiles in memory; set PAGEDKV_CACHE_DIR" in out

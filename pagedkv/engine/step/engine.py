@@ -36,7 +36,7 @@ import numpy as np
 from pagedkv.cache import PagedKVCache
 from pagedkv.core.arguments import real, tenant_name, token_row, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
-from pagedkv.core.warm import warm_up_step
+from pagedkv.core.warm import begin_warm_up, warm_up_step
 from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.files import weights_digest
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
@@ -154,7 +154,8 @@ class Engine(ThreadGuard):
         identity = f"{decoder.dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
         with tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
             cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
-        warm_up_step()  # last, so that bad input is refused without waiting for the compilation
+        if not begin_warm_up():  # else steps run uncompiled until another process has compiled what they call
+            warm_up_step()  # last, so that bad input is refused without waiting
         return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter)
 
     def submit(

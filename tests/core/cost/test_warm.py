@@ -1,122 +1,104 @@
-"""Warming up: the functions are compiled even if the other processes fail; each inner function is compiled once."""
+"""Warming up: another process compiles a step, or this one if it fails; meanwhile the step runs uncompiled."""
 
 from __future__ import annotations
 
-import signal
+import os
 import subprocess
-import threading
-import time
-import warnings
+import sys
 from collections.abc import Iterator
+from functools import partial
+from hashlib import sha256
+from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numba.core.registry import CPUDispatcher
 
-from pagedkv.core import Group, compiled, manager, recovery, warm
+from pagedkv.core import Group, background, compiled, manager, recovery, warm
 from pagedkv.core import state as st
 from pagedkv.core.manager import MemoryManager
+from pagedkv.core.tables import page_tables, steps
+from tests.core.interrupts.test_interrupts import CALLS, Engine
 from tests.core.oracle import everything, grown
+from tests.interrupts import Interrupter, count_instructions
+
+ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the program that is started in place of Python, to compile; it sleeps."""
-    path = tmp_path / "python"
+def sleeper(folder: Path) -> Path:
+    """Write a program that is started in place of Python, to compile; it sleeps."""
+    path = folder / "python"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
-    monkeypatch.setattr(warm.sys, "executable", str(path))
-    monkeypatch.setattr(warm.MACHINE_CODE, "has", lambda name: False)
     return path
 
 
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a program that is started in place of Python."""
+    path = sleeper(tmp_path)
+    monkeypatch.setattr(background.sys, "executable", str(path))
+    monkeypatch.setattr(warm.MACHINE_CODE, "has", lambda name: False)
+    monkeypatch.setenv("PAGEDKV_BACKGROUND", "1")
+    yield path
+    for compiler in background._compiler:
+        compiler.kill()
+        compiler.wait()
+    background._compiler.clear()
+
+
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 1\n", "no program"], ids=["fails", "cannot be started"])
-def test_a_step_is_warmed_up_without_the_other_processes(program: Path, text: str) -> None:
+def test_a_step_is_warmed_up_without_the_other_process(program: Path, text: str) -> None:
     program.write_text(text)
     warm.warm_up_step()
-    assert not warm._compilers
+    assert not warm.begin_warm_up(), "it has ended"
 
 
-def test_the_other_processes_compile_all_that_a_step_calls_for_its_types() -> None:
-    parts = {"plan_step": ["open_space", "fork_space", "num_tokens", "plan_step"]}
-    parts |= {"commit_step": ["release_space", "abort_step", "commit_step"]}
-    state, rows, counts = MemoryManager(num_frames=8, block_size=2).state, np.zeros(1, np.int32), np.zeros(1, np.int64)
-    functions = [function for part in warm.PARTS.values() for function, *_ in part(state, rows, counts)]
-    assert [function.__name__ for function in functions] == [name for part in parts.values() for name in part]
+def test_the_other_process_compiles_all_that_a_step_calls_for_its_types() -> None:
+    functions = [function for function, *_ in warm._calls_of_step()]
+    assert [function.__name__ for function in functions] == [*background.STEP]
     warm.warm_up_step()
     before = [len(function.signatures) for function in functions]
-    for last in warm.PARTS:
-        warm.compile_part(last)
+    warm.compile_step()
     assert min(before) == 1
     assert [len(function.signatures) for function in functions] == before, "a step calls them with other types"
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """Return the list of the processes that are started from now on."""
-    processes: list[subprocess.Popen[bytes]] = []
-    start = subprocess.Popen
-
-    def recorded(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-        processes.append(start(*args, **kwargs))
-        return processes[-1]
-
-    monkeypatch.setattr(warm.subprocess, "Popen", recorded)
-    return processes
-
-
-def test_an_interrupt_ends_the_other_processes(
-    program: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_runs_uncompiled_until_the_other_process_has_ended(program: Path) -> None:
+    args = np.array([1, 2]), 9
     assert warm.begin_warm_up()
-    assert warm.begin_warm_up(), "they run already"
-
-    interrupts, wait = [KeyboardInterrupt()], started[0].wait
-
-    def interrupted(*args: Any, **kwargs: Any) -> int:
-        if interrupts:
-            raise interrupts.pop()
-        return wait(*args, **kwargs)
-
-    monkeypatch.setattr(started[0], "wait", interrupted)
-    began = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):
-        warm.warm_up_step()
-    assert time.perf_counter() - began < 30
-    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
+    assert warm.begin_warm_up(), "it runs already"
+    uncompiled = steps.num_tokens._compile_for_args(*args)
+    assert isinstance(uncompiled, partial)
+    assert uncompiled(*args) == steps.num_tokens(*args) == 3
+    if hasattr(os, "fork") and not (child := os.fork()):
+        os._exit(len(background._compiler))
+    assert os.waitpid(child, 0)[1] == 0, "a fork knows no process that it cannot see"
+    for compiler in background._compiler:
+        compiler.kill()
+        compiler.wait()
+    assert not isinstance(steps.num_tokens._compile_for_args(*args), partial)
+    assert not warm.begin_warm_up(), "it failed; this process compiles"
 
 
-def test_the_other_processes_end_with_this_one(
-    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sleeping = warm._PROGRAM.replace("warm.compile_part(sys.argv[1])", "import time; time.sleep(60)")
-    assert sleeping != warm._PROGRAM
-    monkeypatch.setattr(warm, "_PROGRAM", sleeping)
-    monkeypatch.setattr(warm.MACHINE_CODE, "has", lambda name: False)
-    assert warm.begin_warm_up()
-    for process in started:  # the end of this process closes the pipes
-        process.stdin.close()
-    assert [process.wait(30) for process in started] == [1, 1]
-    warm._compilers.clear()
+@pytest.mark.parametrize("reason", ["on disk", "no folder", "switched off", "frozen"])
+def test_no_process_is_started(reason: str, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background.subprocess, "Popen", None)
+    if reason == "on disk":
+        monkeypatch.setattr(warm.MACHINE_CODE, "has", lambda name: name in background.STEP)
+    elif reason == "no folder":
+        monkeypatch.setattr(warm.MACHINE_CODE, "folder", None)
+    elif reason == "switched off":
+        monkeypatch.setenv("PAGEDKV_BACKGROUND", "0")
+    else:
+        monkeypatch.setattr(background.sys, "executable", "/opt/application")
+    assert not warm.begin_warm_up()
+    warm.warm_up_step()
 
 
-@pytest.fixture
-def views() -> Iterator[None]:
-    """End the processes and show the compiled functions again after the test."""
-    yield
-    for process in warm._compilers:
-        process.kill()
-        process.communicate()
-    warm._compilers.clear()
-    while warm._uncompiled:
-        caller, name, module = warm._uncompiled.pop()
-        setattr(caller, name, module)
-
-
-def walked() -> tuple[bytes, ...]:
-    """Return every number of a manager after some calls; its hashes have a key that is always the same."""
+def walked() -> str:
+    """Return a digest of every number of a manager after some steps; its hashes have a key that is always the same."""
     mm = MemoryManager(num_frames=24, block_size=2, groups=(Group(), Group(window=3)))
     mm.state.reg[st.KEY] = 2**62 + 12345
     first = grown(mm, [-1, 5, 2**31 - 1, 7, 8, 9, 10])
@@ -124,48 +106,53 @@ def walked() -> tuple[bytes, ...]:
     first.fork().release()
     second = mm.open([-1, 5, 2**31 - 1, 7, 8, 1])
     assert len(second) == 4
+    assert {type(number) for number in (second.asid, second.generation)} == {int}
     mm.commit(mm.plan([first, second], [2, 5]), [1, 2, 3], [1, 2])
     first.release()
-    mm.retire(3, [second])
-    mm.advance(3)
     mm.check()
-    return everything(mm)
+    return sha256(b"".join(everything(mm))).hexdigest()
 
 
-@pytest.mark.parametrize("interpreter", ["#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\nexit 1\n"])
-def test_python_runs_the_same_functions_until_they_are_compiled(
-    program: Path, views: None, interpreter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled_result = walked()
-    program.write_text(interpreter)
-    with monkeypatch.context() as at_most:  # the sources that a process would compile
-        at_most.setattr(CPUDispatcher, "compile", lambda self, sig: pytest.fail(f"{self} is compiled here"))
-        assert warm.begin_warm_up(uncompiled=True)
-        assert not isinstance(manager.steps.plan_step, CPUDispatcher)
-        began = time.perf_counter()
-        warm.warm_up_step()
-        assert time.perf_counter() - began < 5
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert walked() == compiled_result
+COLD = """
+import warnings
+from numba.core import event
+from pagedkv.core import background
+from tests.core.cost.test_warm import walked
+warnings.simplefilter("error")
+background.sys.executable = {!r}
+with event.install_recorder("numba:compile") as compiled:
+    print(walked(), len(compiled.buffer))
+for compiler in background._compiler:
+    compiler.kill()
+    compiler.wait()
+"""
 
 
-def test_the_compiled_functions_are_taken_when_all_are_there(program: Path, views: None) -> None:
-    program.write_text("#!/bin/sh\nexit 0\n")
-    modules = manager.steps, manager.page_tables, recovery.steps, recovery.page_tables
-    warm.begin_warm_up(uncompiled=True)
-    for thread in threading.enumerate():
-        if thread.name == "pagedkv-compile":
-            thread.join(30)
-    assert (manager.steps, manager.page_tables, recovery.steps, recovery.page_tables) == modules
-    assert isinstance(manager.steps.plan_step, CPUDispatcher)
+def test_a_cold_machine_says_that_it_compiles_and_runs_the_same_functions_uncompiled(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COLD.format(str(sleeper(tmp_path)))]
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cold"), "PAGEDKV_BACKGROUND": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [walked(), "0"]
+    assert done.stderr.count("compiling pagedkv's memory manager for this machine") == 1
 
 
-def test_no_process_is_started_for_what_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm.MACHINE_CODE, "has", lambda name: name in ("plan_step", "commit_step"))
-    monkeypatch.setattr(warm.subprocess, "Popen", None)
-    assert not warm.begin_warm_up()
-    warm.warm_up_step()
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("call", ["open of a prefix", "fork", "rejected drafts", "copied abort", "release"])
+def test_an_interrupt_comes_before_or_after_an_uncompiled_function(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+    for caller, module in product((manager, recovery), (page_tables, steps)):
+        of_step = {*background.STEP} & {*vars(module)}
+        uncompiled = {name: partial(compiled._run_uncompiled, getattr(module, name).py_func) for name in of_step}
+        view = SimpleNamespace(**{**vars(module), **uncompiled})
+        monkeypatch.setattr(caller, module.__name__.rpartition(".")[2], view)
+    engine = Engine.new("groups")
+    total = count_instructions(lambda: CALLS[call](engine))
+    assert total > 1000, "functions that run in Python"
+    for at in range(1, total * 3 // 4, total // 20):  # the count depends on the hashes
+        engine = Engine.new("groups")
+        with pytest.raises(KeyboardInterrupt):
+            Interrupter(at).run(lambda engine=engine: CALLS[call](engine))
+        engine.end()
 
 
 def test_an_inner_function_is_compiled_once_for_all_integers() -> None:
