@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 
 import pagedkv
 from tests.test_architecture import PACKAGE, ROOT, import_graph, imports_of, layer_of, sources
 
+TESTS = ROOT / "tests"
 ALWAYS = ("tests/test_architecture.py", "tests/test_plain_words.py")
 OTHERS = {
     "csrc/cpu/": ("tests/kernels", "tests/engine/model"),
     "csrc/cuda/": ("tests/kernels/cuda",),
+    "csrc/simt/": ("tests/kernels/cuda",),
+    "triton_kernels/tuning.json": ("tests/kernels/triton",),
+    "pagedkv/engine/checkpoint/bundled/": ("tests/bundled", "tests/engine"),
+    "scripts/": ("tests/bench", "tests/bundled", "tests/test_packaging.py"),
+    "Makefile": ("tests/test_packaging.py",),
+    "mkdocs.yml": ("tests/test_docs.py",),
     "bench/": ("tests/bench", "tests/cli/bench"),
     "docs/": ("tests/test_docs.py", "tests/manual"),
     "README.md": ("tests/test_docs.py", "tests/manual"),
@@ -35,39 +43,51 @@ def edited(since: str) -> list[str]:
     return sorted({line for run in found for line in run.stdout.splitlines()})
 
 
-def dependents(module: str) -> set[str]:
-    """Return the module and the modules of its wing that import it, over however many steps."""
-    wing = {name: targets for name, targets in import_graph().items() if layer_of(name) == layer_of(module)}
+def reaching(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """Return the module and all that import it in `graph`, over however many steps."""
     found, new = set(), {module}
     while new:
         found |= new
-        new = {name for name, targets in wing.items() if targets & new} - found
+        new = {name for name, targets in graph.items() if targets & new} - found
     return found
 
 
-def imported_by_tests() -> dict[str, set[str]]:
-    """Return test file → modules that it imports; a public name counts as the module that defines it."""
+def dependents(module: str) -> set[str]:
+    """Return the module and the modules of its wing that import it, over however many steps."""
+    wing = {name: targets for name, targets in import_graph().items() if layer_of(name) == layer_of(module)}
+    return reaching(module, wing)
+
+
+def dotted(file: str) -> str:
+    return file.removesuffix(".py").replace("/", ".")
+
+
+@cache
+def imports_of_tests() -> dict[str, set[str]]:
+    """Return file of tests → modules that it imports, dotted; a conftest.py counts as imported by its whole folder."""
     found = {}
     for path in sources("tests"):
-        source, name = path.read_text(), str(path.relative_to(ROOT))
-        modules = imports_of(name.removesuffix(".py").replace("/", "."), source)
+        source, name = path.read_text(), dotted(str(path.relative_to(ROOT)))
+        modules = {module.removeprefix("public:") for module in imports_of(name, source)}
         used = {home for public, home in pagedkv._HOME.items() if f"pagedkv.{public}" in source}
-        found[name] = used | {module.removeprefix("public:") for module in modules}
+        above = {
+            dotted(str(folder.relative_to(ROOT) / "conftest.py"))
+            for folder in path.parents
+            if folder.is_relative_to(TESTS)
+        }
+        found[name] = modules | used | above - {name}
     return found
 
 
 def select(files: list[str]) -> set[str]:
     """Return the test files and folders of tests that belong to `files`."""
-    by_tests, modules = imported_by_tests(), {str(path.relative_to(ROOT)): name for name, path in PACKAGE.items()}
-    found: set[str] = set()
+    modules, found = {str(path.relative_to(ROOT)): name for name, path in PACKAGE.items()}, set()
     for file in files:
-        if file.startswith("tests/"):
-            helper = file.removesuffix(".py").replace("/", ".")
-            importers = {test for test, names in by_tests.items() if helper in names}
-            found |= {file.rpartition("/")[0]} if file.endswith("conftest.py") else importers | {file}
-        elif module := modules.get(file):
-            wanted = dependents(module)
-            found |= {test for test, names in by_tests.items() if names & wanted} or {f"tests/{layer_of(module)}"}
+        module = modules.get(file, dotted(file))
+        if file in modules or file.startswith("tests/"):
+            reached = set().union(*(reaching(name, imports_of_tests()) for name in dependents(module)))
+            tests = {f"{name.replace('.', '/')}.py" for name in reached if name.startswith("tests.")}
+            found |= tests or {f"tests/{layer_of(module)}"}
         else:
             found.update(*(tests for prefix, tests in OTHERS.items() if file.startswith(prefix)))
     return {test for test in found if (ROOT / test).is_dir() or (ROOT / test).name.startswith("test_")}

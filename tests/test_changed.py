@@ -9,11 +9,16 @@ from tests.test_architecture import ROOT
 @pytest.mark.parametrize(
     ("edit", "selected", "left_out"),
     [
-        ("pagedkv/engine/step/scheduler.py", "tests/engine/step/test_engine.py", "tests/kernels/cpu/test_threads.py"),
-        ("pagedkv/kernels/checks.py", "tests/kernels/cpu/test_threads.py", "tests/core/test_laws.py"),
+        ("pagedkv/engine/step/scheduler.py", "tests/engine/step/test_engine.py", "tests/kernels/test_checks.py"),
+        ("pagedkv/kernels/checks.py", "tests/kernels/test_checks.py", "tests/core/test_laws.py"),
         ("triton_kernels/decode.py", "tests/kernels/triton", "tests/core/test_laws.py"),
         ("pagedkv/core/tables/__init__.py", "tests/core", "tests/kernels"),
-        ("tests/cases.py", "tests/kernels/cpu/test_threads.py", "tests/core/test_laws.py"),
+        ("tests/cases.py", "tests/kernels/test_checks.py", "tests/core/test_laws.py"),
+        (
+            "tests/kernels/triton/addresses.py",
+            "tests/kernels/triton/test_triton_compiled.py",
+            "tests/core/test_laws.py",
+        ),
         ("csrc/cpu/team.cpp", "tests/kernels", "tests/core"),
     ],
 )

@@ -3,7 +3,9 @@
     owner thread     register(pool) → lookup(keys) → submit(op, keys, frames) → poll() → poll() ... → close()
     tier's threads   move the bytes; they never call the manager
 
-A tier of your own is a subclass of Tier with these five methods. All others have defaults.
+A tier of your own is a subclass of Tier with these five methods. All others have defaults. A tier of equal slots is a
+SlotTier (slots.py), one in a shared store a SharedTier (shared/tier.py). Its text, as `disk:/fast:64GiB`, is an entry
+in from_text.py.
 
 Rules of every tier:
 

@@ -1,5 +1,7 @@
 """Frames: the status of each frame, and the calls that change it. It knows no sequences and no tensors.
 
+A page is evicted in `evict`.
+
             take                  drop to 0, published
    FREE ───────────▶ MAPPED ───────────────────────────▶ CACHED
     ▲                 │  ▲                                │  │

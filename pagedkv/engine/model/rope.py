@@ -1,5 +1,7 @@
 """Rotary position embeddings: inverse frequencies, and cos and sin of positions. Knows positions, no model.
 
+They are applied by `norm_rotate` of kernels/linear, or by write_kv and its `rope`.
+
 Dimensions i and i + D/2 of a head form a complex number. The token at position p turns it by the angle p * w_i
 (Su et al., RoFormer, 2021):
 

@@ -9,8 +9,9 @@
 (This is the search of transformers' generate, and gives its outputs token for token.) It is done when no live output
 can become better than the ended ones: see `_is_done`.
 
-A live output is a page table. b7, a5 and c1 go on with the tables of b, a and c by `PagedKVCache.reorder([a, b, c],
-[1, 0, 2])`, so beams share the frames of all tokens that they have in common. The sequences of a search are its gang:
+A live output is a page table. b7, a5 and c1 go on with the tables of b, a and c by `reorder([a, b, c], [1, 0, 2])` of
+the cache (`reorder_spaces` in core/tables/page_tables.py), so beams share the frames of all tokens that they have in
+common. The sequences of a search are its gang:
 
     waiting          running
     trunk ──admit──▶ trunk ─fork─▶ beam beam beam ─reorder─▶ beam beam beam ─▶ .. ─▶ done

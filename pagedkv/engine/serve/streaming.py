@@ -1,5 +1,7 @@
 """AsyncEngine: a thread that steps an Engine, and streams of text for the tasks of one event loop. Knows no HTTP.
 
+app.py and gate.py notice that a client is gone, and close its stream.
+
     a task                                         the stepping thread
     stream.begin ── Engine.submit, in a worker ──▶ inbox
     async for piece ◀── mailbox ◀── wake ───────── Engine.step ─▶ listener: mailbox.note
