@@ -9,6 +9,7 @@ OTHERS.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import cache
@@ -69,6 +70,8 @@ def imports_of_tests() -> dict[str, set[str]]:
     for path in sources("tests"):
         source, name = path.read_text(), dotted(str(path.relative_to(ROOT)))
         modules = {module.removeprefix("public:") for module in imports_of(name, source)}
+        helpers = re.findall(r"^from (tests[\w.]*) import ([\w ]+)", source, re.MULTILINE)
+        modules |= {f"{folder}.{helper.split()[0]}" for folder, helper in helpers}
         used = {home for public, home in pagedkv._HOME.items() if f"pagedkv.{public}" in source}
         above = {
             dotted(str(folder.relative_to(ROOT) / "conftest.py"))
