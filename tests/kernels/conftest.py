@@ -7,7 +7,6 @@ the interpreter, and all cases run with `-m slow`.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import zlib
@@ -94,16 +93,6 @@ class Runner(NamedTuple):
         assert_right(case, self.attend(states[0]), *states[1:])
 
 
-def interpreted(module: str) -> Any:
-    """Import a module for the interpreter: one of the Triton kernels, or one that has other kernels.
-
-    Triton decides at the import of a kernel whether it is interpreted, for the life of the process.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        return importlib.import_module(module if "." in module else f"pagedkv.kernels.triton.{module}")
-
-
 INTERPRETS = (
     importlib.util.find_spec("triton") is not None
     and "asan" not in os.environ.get("LD_PRELOAD", "")
@@ -111,8 +100,10 @@ INTERPRETS = (
 )
 """Whether the Triton kernels of this process belong to the interpreter. On a machine with a GPU, they are the GPU's.
 With a sanitizer there is no Triton."""
-if INTERPRETS:
-    interpreted("backend")  # before another test imports it for a GPU
+if INTERPRETS:  # before another test imports the kernels: Triton decides then, for the life of the process
+    with pytest.MonkeyPatch.context() as _environment:
+        _environment.setenv("TRITON_INTERPRET", "1")
+        import pagedkv.kernels.triton.backend  # noqa: F401
 SETS: tuple[str, ...] = tuple(cpu._cpu.sets()) if cpu._cpu else ()
 
 

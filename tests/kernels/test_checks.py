@@ -322,7 +322,7 @@ WRONG_ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: bind_write(LAYER, rope=10000), "rope is 10000; give a RotaryTable"),  # type: ignore[arg-type]
     (lambda: BATCH.padded([[True]]), "mask is of type list; give a tensor, bool"),  # type: ignore[arg-type]
     (lambda: explain(5), "case is of type int; give a Case"),  # type: ignore[arg-type]
-    (lambda: KVLayer(LAYER.k, None), "k and v of a layer are of type Tensor and NoneType; giv"),  # type: ignore[arg-type]
+    (lambda: KVLayer(LAYER.k, None), "k and v of a layer are of type Tensor and NoneTyp"),  # type: ignore[arg-type]
     *(
         (lambda scale=scale: KVLayer(SCALED.k, SCALED.v, 1.0, scale), "; give a number, a float32 tensor")
         for scale in (True, "1", 10**400, float("nan"), [1.0])

@@ -17,14 +17,16 @@ import torch
 
 from pagedkv.kernels.library import backend
 from tests.cases import Case, call_of
-from tests.kernels.conftest import INTERPRETS, interpreted
+from tests.kernels.conftest import INTERPRETS
 from tests.kernels.library.test_library import LIBRARY
 from tests.kernels.library.test_products import CHUNK, SQUARE, by_cudnn
 
 if not INTERPRETS:
     pytest.skip("Triton is not installed, or its kernels belong to the GPU", allow_module_level=True)
 
-triton_backend, gather = interpreted("backend"), interpreted("gather")
+from pagedkv.kernels.triton import backend as triton_backend
+from pagedkv.kernels.triton import gather
+
 __all__ = ["by_cudnn"]
 pytestmark = pytest.mark.usefixtures("interpreter")
 

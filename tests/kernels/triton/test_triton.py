@@ -18,15 +18,14 @@ from pagedkv import KernelUnavailable, paged_attention
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import GatherCall, GatherSource, WriteCall
 from tests.cases import Case, call_of
-from tests.kernels.conftest import INTERPRETS, Runner, interpreted
+from tests.kernels.conftest import INTERPRETS, Runner
 from tests.kernels.triton.compiled import typical_call
 
 if not INTERPRETS:
     pytest.skip("Triton is not installed, or its kernels belong to the GPU", allow_module_level=True)
 
-tuning, decode, prefill, backend, specialisation = (
-    interpreted(name) for name in ("tuning", "decode", "prefill", "backend", "specialisation")
-)
+from pagedkv.kernels.triton import backend, decode, prefill, specialisation, tuning
+
 DRAFTS = Case(q_lens=(1, 4, 3), kv_lens=(70, 4, 33))
 
 
