@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from pagedkv.bench.chart import LONG, Bar, Chart, bars, short
@@ -98,8 +99,9 @@ def _namer(rows: Sequence[Row]) -> Callable[[Row], str]:
     cases = {row["case"] for row in rows}
     firsts = cases if len(cases) == 1 else {case.partition(", ")[0] for case in cases}
     start = firsts.pop() if len(firsts) == 1 else ""
-    shapes = [set(row["shape"].split()) for row in rows if "shape" in row]
-    same = set.intersection(*shapes) if shapes else set()
+    shapes = [row["shape"].replace(" thr", "\u00a0thr").split(" ") for row in rows if "shape" in row]
+    first = sum(1 for _ in takewhile(lambda some: len({*some}) == 1, zip(*shapes, strict=False)))
+    last = sum(1 for _ in takewhile(lambda some: len({*some}) == 1, zip(*(s[::-1] for s in shapes), strict=False)))
 
     def words(row: Row) -> str:
         axes, parts = axes_of(row), [row["case"].removeprefix(start).strip(", ").partition(":")[0]]
@@ -108,7 +110,7 @@ def _namer(rows: Sequence[Row]) -> Callable[[Row], str]:
             parts.append(f"{axes['batch']} × {axes['context']:,} tokens")
         for name, value in differ.items():
             if name == "shape":
-                parts.append(" ".join(word for word in value.split() if word not in same))
+                parts.append(" ".join(value.replace(" thr", "\u00a0thr").split(" ")[first : -last or None]))
             elif name in ("batch", "context") and "batch" in axes:
                 continue
             elif isinstance(value, str):
