@@ -195,6 +195,7 @@ def replayed(asking: Any) -> list[int]:
     while asking.poll(60_000):
         _, number, _ = asking.recv_multipart()
         if number == zmq_events.END:
+            asking.close(0)
             return numbers
         numbers.append(int.from_bytes(number, "big"))
     pytest.fail(f"the replay has no end; {len(numbers)} messages came")
@@ -222,7 +223,7 @@ def test_no_reader_and_no_end_waits_for_a_slow_reader_or_for_nonsense(
     closing.start()
     closing.join(60)
     assert not closing.is_alive()
-    for each in (slow, standing, nonsense):
+    for each in (standing, nonsense):
         each.close(0)
 
 
@@ -233,6 +234,7 @@ def test_a_replay_has_the_messages_that_are_kept(ports: tuple[int, int], strange
     for turn in range(5):
         space = mm.open()
         mm.commit(mm.plan([space], [4]), [turn] * 4)
+        space.release()
         assert publisher.publish() == alone.publish() == 1
     assert not alone._kept  # it has no socket for replays
     assert [number for number, _ in publisher._kept] == [2, 3, 4]

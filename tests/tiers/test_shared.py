@@ -395,7 +395,7 @@ def test_an_interrupt_of_a_question_leaves_a_thread_that_answers() -> None:
         with contextlib.suppress(KeyboardInterrupt):
             Interrupter(at).run(lambda: asker.ask(pages, 300))
         if asker._last is not None:
-            assert asker._last.is_answered.wait(300), at
+            assert asker._last.is_answered.wait(60), at
         assert asker.ask(pages, 300) == [False]
     assert asker.close()
 

@@ -28,7 +28,7 @@ SALTS = (b"", b"tenant 1", b"tenant 1\n", b"\x00" * 8, b"autocast torch.bfloat16
 
 @pytest.fixture
 def llama() -> Any:
-    return model_of("llama")
+    return model_of("llama", num_hidden_layers=2)
 
 
 def tokens(model: Any, **options: Any) -> list[list[int]]:

@@ -17,14 +17,14 @@ from pagedkv.kernels.linear import cpu
 from tests.integrations.transformers.families import model_of, prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-LAYERS = 4 * 7 + 1
+LAYERS = 2 * 7 + 1
 
 pytestmark = pytest.mark.skipif(bool(kernels.missing()), reason="no C++ kernels")
 
 
 @pytest.fixture
 def llama() -> Any:
-    return model_of("llama")
+    return model_of("llama", num_hidden_layers=2)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_each_linear_layer_of_a_step_is_ours(llama: Any, patched: Patched, rows:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_are_as_exact_as_those_of_torch(dtype: torch.dtype) -> None:
-    model = model_of("llama", seed=3)
+    model = model_of("llama", seed=3, num_hidden_layers=2)
     ids = torch.randint(1, 99, (2, 60))
     with torch.no_grad():
         expected = copy.deepcopy(model).double()(ids).logits

@@ -34,7 +34,7 @@ class Counter:
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return model_of("llama")
+    return model_of("llama", num_hidden_layers=2)
 
 
 @pytest.fixture
@@ -215,6 +215,7 @@ def test_a_pool_that_is_full_says_how_to_enlarge_it(llama: Any) -> None:
     handle.unpatch()
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", sorted({"past_key_values", CACHE}))
 def test_a_cache_is_taken_by_its_old_name_and_by_its_new_one(llama: Any, patched: Patched, name: str) -> None:
     inputs = prompts(20, (0, 4))
@@ -252,7 +253,7 @@ def test_a_forward_pass_that_raises_leaves_nothing(
 
     inputs = prompts()
     expected = llama.generate(**inputs, **OPTIONS)
-    hook = llama.model.layers[2].register_forward_hook(fail)
+    hook = llama.model.layers[1].register_forward_hook(fail)
     with pytest.raises(error):
         llama.generate(**inputs, **OPTIONS, num_beams=2)
     hook.remove()
@@ -271,7 +272,7 @@ def test_threads_generate_with_one_model_and_with_two_of_one_config(llama: Any, 
 
     def run(number: int) -> None:
         model, inputs = work[number]
-        found[number] = [model.generate(**inputs, **OPTIONS) for _ in range(3)]
+        found[number] = [model.generate(**inputs, **OPTIONS) for _ in range(2)]
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(work))]
     for thread in threads:
@@ -350,7 +351,7 @@ def test_unpatch_keeps_a_wrapper_of_the_user(model: Any) -> None:
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eager", "inductor"))])
 def test_a_compiled_forward_is_one_graph_and_gives_the_same_tokens(backend: str, monkeypatch: Any) -> None:
     model, inputs = model_of("llama", num_hidden_layers=2), prompts()
     expected = model.generate(**inputs, **OPTIONS)
@@ -368,7 +369,8 @@ def test_a_compiled_forward_is_one_graph_and_gives_the_same_tokens(backend: str,
         model(**inputs, **{CACHE: cache})
     assert len(graphs) == 1
     assert not torch._dynamo.utils.counters["graph_break"]
-    monkeypatch.setattr(model, "forward", torch.compile(type(model).forward.__get__(model), backend=backend))
-    assert model.generate(**inputs, **OPTIONS).equal(expected)
+    if backend:
+        monkeypatch.setattr(model, "forward", torch.compile(type(model).forward.__get__(model), backend=backend))
+        assert model.generate(**inputs, **OPTIONS).equal(expected)
     handle.unpatch()
     torch._dynamo.reset()

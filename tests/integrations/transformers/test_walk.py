@@ -249,8 +249,8 @@ REFUSED: Final = {
 """model type: a part of the sentence that refuses it. All other types are served."""
 
 
-QUICK: Final = ("cpmant", "git", "got_ocr2")
-"""The types that are not left to `make test-all`: one that is refused in each of two ways, and one that is served."""
+QUICK: Final = ("cpmant", "git")
+"""The types that are not left to `make test-all`: one that is refused in each of two ways."""
 
 
 def refusal_of(model: Any) -> str:
