@@ -24,8 +24,7 @@ from pagedkv.cli.complaints import complain
 from pagedkv.cli.options import command
 from pagedkv.errors import InvalidRequest, PagedKVError
 
-HELP: Final = {"help_option_names": ["-h", "--help"]}
-app: Final = typer.Typer(cls=options.Group, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
+app: Final = options.group(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 BAD_INPUT: Final = 2
 
@@ -47,22 +46,20 @@ def _pagedkv(
 
 
 @command(app, 'pagedkv generate --model Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?"')
-def _generate(
-    prompting: options.Prompting, sampling: options.Sampling, output: options.Output, loading: options.Loading
-) -> int:
+def _generate(prompting: options.Prompting, sampling: options.Sampling, loading: options.Loading) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
     params = sampling.params()
-    if sampling.logprobs is not None and not output.as_json:
+    if sampling.logprobs is not None and not prompting.as_json:
         raise InvalidRequest("--logprobs are keys of the JSON; give --json too")
     source, templating = prompts.read(prompting)
     loading.check()
     from pagedkv.cli.compiling import announced  # numba
 
-    with announced(quiet=output.as_json) as screen:
+    with announced(quiet=prompting.as_json) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
         from pagedkv.cli.generate import Job, run
 
-        job = Job(source, templating, params, output, loading, screen)
+        job = Job(source, templating, params, prompting, loading, screen)
         return conversation.hold(job) if source.talk else run(job)
 
 
@@ -82,7 +79,7 @@ def _fit(fitting: options.Fitting, geometry: options.Geometry, stored: options.S
     run(fitting, geometry, stored)
 
 
-@app.command("doctor", cls=options.Command, epilog="Example: pagedkv doctor")
+@command(app, "pagedkv doctor")
 def _doctor() -> None:
     """Show which kernels can run here and why the others cannot, and what this machine has."""
     from pagedkv.cli.doctor import run  # torch
@@ -90,7 +87,7 @@ def _doctor() -> None:
     run()
 
 
-@app.command("warm", cls=options.Command, epilog="Example: pagedkv warm")
+@command(app, "pagedkv warm")
 def _warm() -> None:
     """Compile everything that is compiled at first use (about a minute, once), for an image or before a server."""
     from pagedkv.cli.warm import run  # torch

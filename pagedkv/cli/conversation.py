@@ -26,7 +26,7 @@ from rich.text import Text
 
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.generate import Job, load
-from pagedkv.cli.options import in_options
+from pagedkv.cli.options import naming_options
 from pagedkv.engine.checkpoint.demo import DEMO_PROMPT
 from pagedkv.engine.requests.request import Completion, Request
 from pagedkv.engine.step.engine import Engine
@@ -142,10 +142,13 @@ class _Conversation:
         """Answer a message. If that fails, the history is as before."""
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
-            ids = self._job.token_ids(asked, self._engine)
-            request = self._engine.submit(ids, self._job.params, on_text=lambda _, new: print(new, end="", flush=True))
+            with naming_options():
+                ids = self._job.token_ids(asked, self._engine)
+                request = self._engine.submit(
+                    ids, self._job.params, on_text=lambda _, new: print(new, end="", flush=True)
+                )
         except (InvalidRequest, CheckpointError) as error:
-            return complain(f"{in_options(str(error))}; {RESET} forgets the conversation")
+            return complain(f"{error}; {RESET} forgets the conversation")
         while not request.finished:
             if ctrl_c.came:
                 self._engine.cancel(request)

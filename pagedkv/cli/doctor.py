@@ -88,6 +88,6 @@ def _cpu() -> str:
 def _huge_pages() -> str:
     """Return whether a pool, which asks for huge pages, gets them."""
     path = "/sys/kernel/mm/transparent_hugepage/enabled"
-    mode = machine.text(path).partition("[")[2].partition("]")[0]
+    mode = next(iter(machine.fields(path)), "").partition("[")[2].partition("]")[0]
     off = f"switched off in {path}: a large pool is slower"
     return {"never": off, "": "Linux does not say"}.get(mode, "Linux gives them to the pool")

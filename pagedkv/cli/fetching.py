@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pagedkv.engine.checkpoint import hub
 from pagedkv.engine.checkpoint.config import ModelConfig
+from pagedkv.errors import CheckpointError
 
 
 def folder_of(model: str, *, is_agreed: bool) -> Path:
@@ -20,11 +21,11 @@ def folder_of(model: str, *, is_agreed: bool) -> Path:
     if (found := hub.find(model)) is not None:
         return found
     if not is_agreed and not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise hub.absent(model)
+        raise _absent(model)
     ModelConfig.load(hub.fetch(model, hub.CONFIG))
     num_bytes = hub.num_bytes(model)
     if not is_agreed and not _agrees(model, num_bytes):
-        raise hub.absent(model)
+        raise _absent(model)
     return hub.fetch(model)
 
 
@@ -38,3 +39,12 @@ def _agrees(model: str, num_bytes: int) -> bool:
     with suppress(EOFError):  # Ctrl-D
         return Confirm.ask(question, console=Console(stderr=True, highlight=False), default=True)
     return False
+
+
+def _absent(model: str) -> CheckpointError:
+    import huggingface_hub
+
+    where = f"no snapshot of it in the Hugging Face cache {huggingface_hub.constants.HF_HUB_CACHE}"
+    return CheckpointError(
+        f"there is no folder {model}, and {where}; give --fetch, or fetch it with: hf download {model}"
+    )

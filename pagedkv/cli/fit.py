@@ -8,6 +8,9 @@ a table         KV of a token, a frame and a context; what fits, and its speed  
 from __future__ import annotations
 
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +28,12 @@ from pagedkv.engine.checkpoint.fit import WEIGHT_BITS, Footprint, footprint_of_c
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.spec import STEP_TOKENS, KVSpec
 
+_READ_BYTES: Final = 1 << 29
+"""Bytes that are read, at most, to measure: more than caches hold."""
 _size: Final = partial(size, base=1000)
-DEFAULT_CONTEXT: Final = 8192
+_DEFAULT_CONTEXT: Final = 8192
 """Tokens, if neither the user nor a config gives a context."""
-DEFAULT_DTYPE: Final = "float16"
+_DEFAULT_DTYPE: Final = "float16"
 _NUMBERS: Final = "give a config with --model, or the numbers --layers, --kv-heads and --head-dim"
 
 
@@ -68,7 +73,7 @@ def _model(fitting: Fitting, geometry: Geometry, stored: Stored) -> _Model:
     else:
         _require_numbers(fitting, numbers, weights)
         assert not isinstance(weights, str)
-        whole = footprint_of_numbers(KVSpec(dtype=stored.dtype or DEFAULT_DTYPE, **numbers, **kept), weights or 0)
+        whole = footprint_of_numbers(KVSpec(dtype=stored.dtype or _DEFAULT_DTYPE, **numbers, **kept), weights or 0)
         model = _Model("numbers", whole, None, weights is not None)
     return model._replace(footprint=replace(whole, at_once=min(stored.prefill_chunk or STEP_TOKENS, STEP_TOKENS)))
 
@@ -114,7 +119,7 @@ def _config(path: Path, weights: str | int | None) -> ModelConfig:
 def _figures(model: _Model, given: Fitting) -> dict[str, Any]:
     """Return all figures; the keys are those of the JSON object. Raises: InvalidRequest"""
     whole, first, longest = model.footprint, model.footprint.specs[0], model.longest
-    context = given.context or longest or DEFAULT_CONTEXT
+    context = given.context or longest or _DEFAULT_CONTEXT
     if longest is not None and context > longest:
         raise InvalidRequest(f"--context is {context:,}; the model ends at {longest:,} tokens")
     memory, speed = _memory(given)
@@ -155,7 +160,22 @@ def _memory(given: Fitting) -> tuple[int, int | None]:
             raise InvalidRequest(f"--bandwidth is {given.bandwidth!r}; give the bytes of a second, such as 3.35TB/s")
     if given.memory is not None:
         return amount("--memory", given.memory), speed
-    return machine.memory()[0], speed or machine.bandwidth()
+    return machine.memory()[0], speed or _bandwidth()
+
+
+def _bandwidth() -> int:
+    """Measure how many bytes a second all cores together read from memory: the best of three passes."""
+    import numpy as np
+
+    size = min(_READ_BYTES, machine.memory()[0] // 4)
+    parts = np.array_split(np.ones(size // 8, np.int64), len(os.sched_getaffinity(0)))
+    seconds = []
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for _ in range(3):
+            began = time.perf_counter()
+            list(pool.map(np.max, parts))
+            seconds.append(time.perf_counter() - began)
+    return int(size / min(seconds))
 
 
 def _table(found: dict[str, Any], specs: tuple[KVSpec, ...], *, is_here: bool) -> dict[str, str]:

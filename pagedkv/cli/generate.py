@@ -25,7 +25,7 @@ from rich.text import Text
 
 from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
-from pagedkv.cli.options import Loading, Output, naming_options
+from pagedkv.cli.options import Loading, Prompting, naming_options
 from pagedkv.cli.prompts import Prompt, Source, Templating
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.requests.request import Completion, Request
@@ -41,7 +41,7 @@ class Job:
     source: Source
     templating: Templating
     params: SamplingParams
-    output: Output
+    output: Prompting
     loading: Loading
     screen: Console
 

@@ -1,7 +1,7 @@
 """The options of all commands but `bench`: a dataclass for each subject, a field for each option. No torch.
 
     Stored ◀── Loading      how keys and values are stored; what is loaded, and the pool      generate, serve (and fit)
-    Prompting, Sampling, Output                                                               generate
+    Prompting, Sampling                                                                       generate
     Serving                                                                                   serve
     Geometry, Fitting                                                                         fit
     Replaying                                                                                 replay
@@ -135,7 +135,7 @@ class Loading(Stored):
 
 @dataclass(frozen=True)
 class Prompting:
-    """The place of the prompt, and its way through the chat template."""
+    """The place of the prompt, its way through the chat template, and the output."""
 
     dash: Annotated[Text, typer.Argument(metavar="-", hidden=True)] = None
     prompt: Annotated[Text, option("TEXT", "The prompt. A lone - reads it from stdin, as does a pipe.")] = None
@@ -143,6 +143,8 @@ class Prompting:
     chat: Annotated[bool, _chat("", "The prompt is a user's message; without one, talk.", "--chat")] = False
     system: Annotated[Text, _chat("TEXT", "A system message before the others.")] = None
     template_var: Annotated[Texts, _chat("NAME=VALUE", "For the template: JSON or a text; may be given again.")] = None
+    num_samples: Annotated[int, option("N", "Outputs for each prompt; they share its frames.", min=1)] = 1
+    as_json: Annotated[bool, option("", "Print one JSON object, or one for each line of a .jsonl.", "--json")] = False
 
 
 @dataclass(frozen=True)
@@ -179,14 +181,6 @@ class Sampling:
         given |= shaping.grammar(self.json_schema, self.regex, self.choice)
         with naming_options():
             return SamplingParams(**given, stop=self.stop or ())
-
-
-@dataclass(frozen=True)
-class Output:
-    """The output."""
-
-    num_samples: Annotated[int, option("N", "Outputs for each prompt; they share its frames.", min=1)] = 1
-    as_json: Annotated[bool, option("", "Print one JSON object, or one for each line of a .jsonl.", "--json")] = False
 
 
 @dataclass(frozen=True)
@@ -277,12 +271,17 @@ class _Help:
         return params
 
 
-class Command(_Help, TyperCommand):
-    """A command with the help and the errors of `_Help`."""
+class _Command(_Help, TyperCommand):
+    pass
 
 
-class Group(_Help, TyperGroup):
-    """A group of commands with the help and the errors of `_Help`."""
+class _Group(_Help, TyperGroup):
+    pass
+
+
+def group(**settings: Any) -> typer.Typer:
+    """Return a group of commands."""
+    return typer.Typer(cls=_Group, add_completion=False, **settings)
 
 
 def _processed(parameter: Any, context: Any, given: Any) -> Any:
@@ -326,7 +325,7 @@ def command(app: typer.Typer, example: str, name: str | None = None) -> Callable
                 parameters.append(new.replace(annotation=hints[field.name]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__name__, run.__doc__, run.__annotations__ = function.__name__, function.__doc__, hints
-        app.command(name or example.split()[1], cls=Command, epilog=f"Example: {example}")(run)
+        app.command(name or example.split()[1], cls=_Command, epilog=f"Example: {example}")(run)
         return function
 
     return add
@@ -353,10 +352,10 @@ def naming_options() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise InvalidRequest(in_options(str(error))) from None
+        raise InvalidRequest(_in_options(str(error))) from None
 
 
-def in_options(text: str) -> str:
+def _in_options(text: str) -> str:
     """Return an error in which names of Python are those of options: `max_tokens is -5` names --max-tokens.
 
     A name of one word is an option where an error begins with it, or behind another option.
@@ -365,7 +364,7 @@ def in_options(text: str) -> str:
     return _SHORT.sub(r"\1--\2", text)
 
 
-_NAMES: Final = [field.name for kind in (Loading, Sampling, Output, Geometry) for field in fields(kind)]
+_NAMES: Final = [field.name for kind in (Loading, Sampling, Prompting, Geometry) for field in fields(kind)]
 _LONG: Final = re.compile(rf"\b(?:\w+\.)?({'|'.join(name for name in _NAMES if '_' in name)})\b")
 _SHORT: Final = re.compile(
     rf"(^|--[\w-]+ or )(?:\w+\.)?({'|'.join(name for name in _NAMES if '_' not in name)})(?= is |,)"

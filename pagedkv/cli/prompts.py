@@ -22,13 +22,13 @@ from pagedkv.errors import InvalidRequest
 if TYPE_CHECKING:
     from pagedkv.cli.options import Prompting
 
-PATIENCE_S: Final = 1.0
+_PATIENCE_S: Final = 1.0
 """Seconds without input on stdin after which stderr says that stdin is being read."""
 
 MOST_BYTES: Final = 2**28
 """Bytes of a source of prompts. A device may have no end."""
 
-TAKEN: Final = ("messages", "self")
+_TAKEN: Final = ("messages", "self")
 """Names that are no variables of a template: the prompts, and a name of Jinja's."""
 
 
@@ -91,8 +91,8 @@ def _variables(given: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in given:
         name, sign, value = text.partition("=")
-        if not sign or not name.isidentifier() or name in TAKEN:
-            wanted = f"NAME=VALUE, such as enable_thinking=false, and another name than {' or '.join(TAKEN)}"
+        if not sign or not name.isidentifier() or name in _TAKEN:
+            wanted = f"NAME=VALUE, such as enable_thinking=false, and another name than {' or '.join(_TAKEN)}"
             raise InvalidRequest(f"--template-var is {text!r}; give {wanted}")
         try:
             found[name] = json.loads(value)
@@ -151,8 +151,8 @@ def _is_piped() -> bool:
 
 
 def _stdin() -> str:
-    """Read all of stdin. If no input comes for PATIENCE_S, say on stderr that stdin is being read."""
-    if not select.select([0], [], [], PATIENCE_S)[0]:
+    """Read all of stdin. If no input comes for _PATIENCE_S, say on stderr that stdin is being read."""
+    if not select.select([0], [], [], _PATIENCE_S)[0]:
         print("pagedkv: reading the prompt from stdin", file=sys.stderr)
     try:
         return _decoded(sys.stdin.buffer.read(MOST_BYTES + 1), "stdin")

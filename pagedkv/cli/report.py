@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from pagedkv.engine.step.engine import Engine
 
 
-FELT: Final = {"queue": "queue", "first_token": "first token", "between_tokens": "next token", "total": "whole output"}
+_FELT: Final = {"queue": "queue", "first_token": "first token", "between_tokens": "next token", "total": "whole output"}
 """name in Times: name in the table."""
 
-LEAST_FOR_SPEED: Final = 32
+_LEAST_FOR_SPEED: Final = 32
 """Tokens of output below which the table has no speed: that of a few tokens is noise."""
-LEAST_FOR_WASTE: Final = 256
+_LEAST_FOR_WASTE: Final = 256
 """Tokens below which it has no waste: a part of one frame says nothing about a pool."""
 
-BUNDLED: Final = "the bundled one: it answers about records as in the demo only"
+_BUNDLED: Final = "the bundled one: it answers about records as in the demo only"
 
 
 def size(num_bytes: float, base: int = 1024) -> str:
@@ -85,7 +85,7 @@ def _ms(seconds: float) -> float:
 def _percentiles(engine: Engine) -> dict[str, dict[str, float]]:
     """Return p50, p90 and p99 of the latencies that users feel, in milliseconds."""
     found = engine.meter.times.percentiles()
-    return {name: {of: _ms(getattr(found[name], of)) for of in ("p50", "p90", "p99")} for name in FELT}
+    return {name: {of: _ms(getattr(found[name], of)) for of in ("p50", "p90", "p99")} for name in _FELT}
 
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def table(requests: list[Request], engine: Engine, *, is_bundled: bool) -> Table
         "bytes at peak": f"{size(stats.peak_mapped * frame_bytes)} of {size(stats.num_frames * frame_bytes)}",
         "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
     }
-    if asked + made >= LEAST_FOR_WASTE:
+    if asked + made >= _LEAST_FOR_WASTE:
         lines["waste"] = f"{engine.meter.waste:.1%} of the slots in frames: last frames are partly empty"
     lines["kernel"] = f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}"
     if engine.meter.saved >= 0.005:
@@ -128,7 +128,7 @@ def table(requests: list[Request], engine: Engine, *, is_bundled: bool) -> Table
     if engine.scheduler.preemptions:
         lines["preemptions"] = f"{engine.scheduler.preemptions:,}"
     if is_bundled:
-        lines["model"] = Text(BUNDLED, style="dim")
+        lines["model"] = Text(_BUNDLED, style="dim")
     return grid(lines)
 
 
@@ -146,7 +146,8 @@ def _latencies(engine: Engine) -> dict[str, str]:
     """Return the percentiles of many prompts, all of which were submitted at once."""
     found = _percentiles(engine)
     return {
-        FELT[name]: " ".join(f"{value:>7,.{1 if value < 100 else 0}f}" for value in of.values()) + " ms (p50, p90, p99)"
+        _FELT[name]: " ".join(f"{value:>7,.{1 if value < 100 else 0}f}" for value in of.values())
+        + " ms (p50, p90, p99)"
         for name, of in found.items()
     }
 
@@ -157,4 +158,4 @@ def _speed(requests: list[Request], outputs: list[Completion]) -> dict[str, str]
     began, which = min(request.submitted_at for request in requests), "in all"
     if len(requests) == 1:
         began, which, tokens = min(each.first_token_at for each in outputs), "after the first", tokens - len(outputs)
-    return {"speed": f"{tokens / (last - began):,.0f} tokens/s {which}"} if tokens >= LEAST_FOR_SPEED else {}
+    return {"speed": f"{tokens / (last - began):,.0f} tokens/s {which}"} if tokens >= _LEAST_FOR_SPEED else {}

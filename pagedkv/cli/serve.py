@@ -12,9 +12,9 @@ from pagedkv.cli.options import Loading, Serving, amount
 from pagedkv.engine.serve.keys import ApiKeys
 from pagedkv.errors import ConcurrentUse, InvalidRequest
 
-SAME: Final = ("key_share", "shared_priorities", "max_waiting", "max_prompt", "max_connections")
+_SAME: Final = ("key_share", "shared_priorities", "max_waiting", "max_prompt", "max_connections")
 """Options that have the same name in Listening."""
-EVENTS: Final = 1 << 16
+_EVENTS: Final = 1 << 16
 """KV events that are kept until they are published."""
 
 
@@ -35,14 +35,14 @@ def run(serving: Serving, loading: Loading) -> int:
         is_shared = keys is not None and keys.num_tenants > 1  # the shares of tenants bound what waits, not one queue
         more: dict[str, Any] = {"limits": {"max_waiting": None if is_shared else serving.max_waiting}}
         if serving.kv_events is not None:
-            more["events"] = EVENTS
+            more["events"] = _EVENTS
         engine = load(loading, screen, **more)
         listening = process.Listening(
             name=serving.name or process.name_of(loading.model, loading.folder()),
             keys=keys,
             hosts=tuple(serving.allowed_host or ()),
             max_body=amount("--max-body", serving.max_body),
-            **{name: getattr(serving, name) for name in SAME},
+            **{name: getattr(serving, name) for name in _SAME},
             drain_s=serving.drain,
             step_s=serving.step_timeout,
             events=serving.kv_events,

@@ -18,7 +18,7 @@ FAULTS = (
     ),
     Fault(
         "errors name options: they name Python",
-        "options.py", "raise InvalidRequest(in_options(str(error))) from None", "raise",
+        "options.py", "raise InvalidRequest(_in_options(str(error))) from None", "raise",
         "test_refusals.py -k max-tokens",
     ),
     Fault(

@@ -119,7 +119,7 @@ REFUSED = {
     "serve --model owner/name --port 0": "give --fetch, or fetch it with: hf download owner/name",
     "generate --speculate owner/name": "give --fetch, or fetch it with: hf download owner/name",
     "generate --model owner/none --fetch": "cannot fetch owner/none from the hub: the hub has no such model, or it is",
-    "generate --model owner/gated --fetch": "cannot fetch owner/gated from the hub: accept its terms at http://127.0.0.1",
+    "generate --model owner/gated --fetch": "cannot fetch owner/gated from the hub: accept its terms at http://127",
     "generate --model owner/other --fetch": "model_type is 'mamba'; this decoder knows llama",
     "generate --model owner/old --fetch": "owner/old has no weights in safetensors format on the hub",
     "fit --model owner/none": "cannot fetch owner/none from the hub: the hub has no such model",

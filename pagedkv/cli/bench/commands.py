@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, get_args
 import typer
 
 from pagedkv.cli.bench.shown import JSON, RECORD, Shown
-from pagedkv.cli.options import Floats, Group, Numbers, Stores, Texts, command, option
+from pagedkv.cli.options import Floats, Numbers, Stores, Texts, command, group, option
 from pagedkv.errors import InvalidRequest
 
 Paths = list[Path] | None
@@ -130,7 +130,7 @@ class _Comparing:
     as_json: Annotated[bool, JSON] = False
 
 
-benchmarks: Final = typer.Typer(cls=Group, add_completion=False)
+benchmarks: Final = group()
 
 
 @benchmarks.callback(invoke_without_command=True)

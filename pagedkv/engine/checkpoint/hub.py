@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pagedkv.errors import CheckpointError
 
-REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 CONFIG: Final = ("config.json",)
 FILES: Final = (
@@ -34,22 +34,13 @@ def find(model: str, files: tuple[str, ...] = FILES) -> Path | None:
     Raises: CheckpointError without huggingface_hub
     """
     path = Path(model)
-    if not REPOSITORY.fullmatch(model) or path.exists():
+    if not _REPOSITORY.fullmatch(model) or path.exists():
         return path
     try:
         folder = Path(_library(model).snapshot_download(model, local_files_only=True, allow_patterns=[*files]))
     except (OSError, ValueError):
         return None
     return folder if any(folder.glob(files[-1])) else None  # huggingface_hub before 2 returns a part, too
-
-
-def absent(model: str) -> CheckpointError:
-    """Return the error for a repository that was not found and is not to be fetched."""
-    cache = _library(model).constants.HF_HUB_CACHE
-    return CheckpointError(
-        f"there is no folder {model}, and no snapshot of it in the Hugging Face cache {cache}; "
-        f"give --fetch, or fetch it with: hf download {model}"
-    )
 
 
 def num_bytes(model: str) -> int:
