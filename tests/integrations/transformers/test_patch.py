@@ -298,13 +298,13 @@ def test_threads_in_a_full_pool_undo_no_step_of_another(model: Any) -> None:
     def wait(*_: Any) -> None:
         if not inside.is_set():
             inside.set()
-            assert go.wait(60)
+            assert go.wait(300)
 
     found = []
     held = model.model.layers[0].register_forward_hook(wait)
     thread = threading.Thread(target=lambda: found.append(model.generate(**one, **(OPTIONS | {"max_new_tokens": 1}))))
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(300)
     with pytest.raises(OutOfFrames):
         model.generate(**two, **OPTIONS)
     go.set()
