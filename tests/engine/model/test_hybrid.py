@@ -17,7 +17,8 @@ from tests.engine.conftest import Checkpoint, Checkpoints, prompt_of
 from tests.engine.drafts.test_speculation import Oracle
 from tests.engine.step.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
 
-HYBRIDS = ("gemma3", "mistral")
+pytestmark = pytest.mark.many_steps
+HYBRIDS = ("gemma3", pytest.param("mistral", marks=pytest.mark.slow))
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
 
 

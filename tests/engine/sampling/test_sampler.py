@@ -79,13 +79,6 @@ def test_filters_keep_what_those_of_transformers_keep(options: dict[str, Any]) -
         torch.testing.assert_close(got.float(), want, rtol=0, atol=TOLERANCE["probability"])
 
 
-def test_greedy_takes_the_largest_even_after_a_penalty() -> None:
-    logits = torch.zeros(2, V)
-    logits[:, 7], logits[:, 8] = 2.0, 1.5
-    assert sample(logits, [row(), row(HISTORY, repetition_penalty=1.7)]).tokens.tolist() == [7, 8]
-    assert logits[1, 7] == 2.0  # the caller's logits are left alone
-
-
 def test_tied_logits_at_the_kth_place_all_stay() -> None:
     assert (probabilities(torch.zeros(1, V), row(temperature=1.0, top_k=3)) > 0).all()
 

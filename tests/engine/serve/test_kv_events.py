@@ -33,6 +33,7 @@ def heard(socket: Any) -> tuple[bytes, list[dict[str, Any]]]:
     return topic, msgspec.msgpack.decode(content)[1]
 
 
+@pytest.mark.slow
 def test_a_server_publishes_what_it_can_find_also_while_it_is_idle(extra: None, reader: Any) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with serving("--kv-events", address.replace("127.0.0.1", "*"), "--kv-events-topic", TOPIC) as server:

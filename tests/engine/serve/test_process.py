@@ -74,6 +74,7 @@ def test_a_drain_has_an_end_that_its_requests_are_told(extra: None) -> None:
         assert (server.process.returncode, said) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_open_address_without_a_key_is_named_and_a_second_sigterm_ends_at_once(extra: None) -> None:
     with serving("--host", "0.0.0.0", "--name", "mine", "--max-connections", 3) as server, server.begun(LONG):
         assert "mine is served at http://0.0.0.0:" in server.said

@@ -98,7 +98,7 @@ def build(checkpoint: Checkpoint, *, num_frames: int = 400, prefix_cache: bool =
     ("name", "kind", "prefix_cache"),
     [
         ("llama", "prompt lookup", True),
-        ("llama", "draft model", False),
+        pytest.param("llama", "draft model", False, marks=pytest.mark.slow),
         pytest.param("mistral", "prompt lookup", True, marks=pytest.mark.slow),
     ],
     ids=["lookup", "draft model", "windows"],
