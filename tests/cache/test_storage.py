@@ -121,6 +121,9 @@ def test_frames_in_an_amount_of_memory() -> None:
         {"kv_dtype": "float16"},
         {"kv_dtype": "int4", "head_dim": 5},
         {"window": 0},
+        {"sinks": 4},  # without a window
+        {"keep": 4},
+        {"window": 4, "keep": -1},
     ],
 )
 def test_impossible_geometries_are_refused(options: dict[str, object]) -> None:

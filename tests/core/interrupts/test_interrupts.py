@@ -145,14 +145,10 @@ OF_EVENTS = ("events", "snapshot", "page changes")
 @pytest.mark.parametrize("kind", MANAGERS)
 @pytest.mark.parametrize("at_most", [5, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("call", CALLS)
-def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(
-    call: str, kind: str, at_most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.many_steps  # at level 3 nine of ten instructions are those of check(), which only reads
+def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(call: str, kind: str, at_most: int) -> None:
     if kind == "groups" and call in OF_EVENTS:
         pytest.skip("this manager keeps no events")
-    monkeypatch.setenv(
-        "PAGEDKV_DEBUG", "1"
-    )  # at level 3 nine of ten instructions are those of check(), which only reads
     CALLS[call](Engine.new(kind))  # compiles what is not compiled yet
     gc.collect()
     engine = Engine.new(kind)
@@ -185,10 +181,8 @@ def life_of_a_pool(pool: FramePool) -> None:
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_no_instruction_of_a_frame_pool_is_a_wrong_place_for_an_interrupt(
-    step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+@pytest.mark.many_steps
+def test_no_instruction_of_a_frame_pool_is_a_wrong_place_for_an_interrupt(step: int) -> None:
     life_of_a_pool(FramePool(8, key_bytes=8))  # compiles what is not compiled yet
     total = count_instructions(lambda: life_of_a_pool(FramePool(8, key_bytes=8)))
     for at in range(1, total + 1, step):

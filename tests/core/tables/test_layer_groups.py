@@ -168,7 +168,7 @@ def test_a_match_that_is_cut_at_every_page_costs_the_pages_and_not_their_square(
             times.append(time.thread_time() - begun)
         return min(times)
 
-    assert seconds(4000) < 9 * seconds(1000)  # 4 if the cost is linear, 16 if each cut began anew
+    assert seconds(2000) < 9 * seconds(500)  # 4 if the cost is linear, 16 if each cut began anew
 
 
 def test_the_row_of_another_group_is_not_a_space(two: MemoryManager) -> None:
