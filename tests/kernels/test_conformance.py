@@ -42,15 +42,15 @@ SAMPLE = (
 def jobs() -> Iterator[Any]:
     """Yield (case, runner): all runners of a case, then the next, as `solved` keeps the last.
 
-    Quick are the small cases and a third of the grid; with the emulator half of the sample, and with the interpreter
-    the other half. Instruction sets other than the best of this processor are quick with small cases.
+    Quick are the small cases and a third of the grid; with the emulator a third of the sample, and with the
+    interpreter another third. Instruction sets other than the best of this processor are quick with small cases.
     """
     sets = [param(Runner("cpu", way=name)) for name in SETS[1:]]
     for number, case in enumerate(dict.fromkeys((*SMALL, *SAMPLE, *GRID, *LARGE))):
         for each in [*RUNNERS, *sets]:
             (runner,) = each.values
             if runner.is_slow:
-                is_quick = case in SAMPLE[runner.backend == "triton" :: 2]
+                is_quick = case in SAMPLE[runner.backend == "triton" :: 3]
             else:
                 is_quick = case in SMALL or (case in GRID and number % 3 == 0 and not runner.way)
             marks = [*each.marks, *[pytest.mark.slow] * (not is_quick)]

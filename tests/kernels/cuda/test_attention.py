@@ -41,7 +41,7 @@ LONG = Case(q_lens=(1, 1), kv_lens=(900, 500), heads=(4, 1), dtype="bfloat16", l
 @pytest.mark.parametrize(
     ("case", "num_sms"),
     [
-        (LONG, 2),
+        pytest.param(LONG, 2, marks=pytest.mark.slow),
         *(pytest.param(replace(LONG, kv=kv), 2, marks=pytest.mark.slow) for kv in ("fp8_e4m3", "int8/token_head")),
         pytest.param(replace(LONG, dims=(128, 128), split_tokens=512), 2, marks=pytest.mark.slow),
         *(
@@ -76,7 +76,7 @@ def has_several_wide_teams(kernel: Any) -> bool:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((5,), (70,), heads=(8, 2)),
+        pytest.param(Case((5,), (70,), heads=(8, 2)), marks=pytest.mark.slow),
         pytest.param(Case((1,), (70,), dims=(192, 128)), marks=pytest.mark.slow),
         pytest.param(next(case for case in SMALL if case.layout == "mla"), marks=pytest.mark.slow),
     ],

@@ -110,13 +110,13 @@ def check_hidden_values(case: Case, runner: Runner, number: float = torch.nan) -
 
 def jobs() -> Iterator[Any]:
     """Yield (case, number, runner). Quick are NaN, with instruction sets and teams of threads; infinity with a third of
-    the cases; and NaN in a fifth of the cases with slow runners."""
+    the cases; and NaN in a seventh of the cases with slow runners."""
     for position, case in enumerate(HIDDEN):
         for number, each in itertools.product((torch.nan, torch.inf), [*COMPILED, param(Runner("reference"))]):
             is_nan = number is torch.nan
             is_quick = is_nan or position % 3 == 0
             if each.values[0].is_slow:
-                is_quick = is_nan and position % 5 == 1
+                is_quick = is_nan and position % 7 == 1
             marks = [*each.marks, *[pytest.mark.slow] * (not is_quick)]
             yield pytest.param(case, number, *each.values, id=f"{case}-{number}-{each.id}", marks=marks)
 

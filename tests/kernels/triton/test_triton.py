@@ -57,7 +57,7 @@ def test_the_number_of_programs_does_not_change_the_result(
 
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens"),
-    [((8, 3, 1), (150, 70, 40)), pytest.param((40, 24, 1), (150, 70, 40), marks=pytest.mark.slow)],
+    [pytest.param(lens, (150, 70, 40), marks=pytest.mark.slow) for lens in ((8, 3, 1), (40, 24, 1))],
 )
 def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(
     q_lens: tuple[int, ...], kv_lens: tuple[int, ...], interpreter: Runner, monkeypatch: pytest.MonkeyPatch
