@@ -18,7 +18,10 @@ from typing import Final
 from pagedkv import debug
 from pagedkv.machine_code import MachineCode
 
-STEP: Final = ("open_space", "fork_space", "num_tokens", "plan_step", "release_space", "abort_step", "commit_step")
+STEP: Final = (
+    *("find_prefix", "open_space", "fork_space", "num_tokens"),
+    *("plan_step", "release_space", "abort_step", "commit_step"),
+)
 """The functions that a step calls, in the order in which they are compiled."""
 
 _compiler: Final[list[subprocess.Popen[bytes]]] = []

@@ -114,7 +114,6 @@ def _run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     mine = [copied(arg) if isinstance(arg, State) else copy(arg) for arg in args]
     with np.errstate(over="ignore"):  # hashes overflow, as they do in machine code
         result = function(*mine)
-    numbers = tuple(map(int, result)) if isinstance(result, tuple) else None if result is None else int(result)
     changes = list[tuple[Any, Any, Any]]()
     for old, new in zip(args, mine, strict=True):
         if isinstance(old, State):  # entries behind the pages of a row mean nothing, and need no memory
@@ -124,7 +123,12 @@ def _run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
         elif isinstance(old, np.ndarray) and old.flags.writeable:
             changes.append((old, ..., new))
     deque(starmap(setitem, changes), maxlen=0)
-    return numbers
+    return tuple(map(_plain, result)) if isinstance(result, tuple) else _plain(result)
+
+
+def _plain(number: Any) -> Any:
+    """Return a number of Python, as machine code does, in place of one of numpy."""
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def _widest(kind: Any) -> Any:

@@ -104,6 +104,7 @@ def _calls_of_step() -> list[tuple[Any, ...]]:
     state = MemoryManager(num_frames=8, block_size=2).state
     rows, counts = np.zeros(1, np.int32), np.zeros(1, np.int64)
     return [
+        (page_tables.find_prefix, state, 0, 0, rows, 0, rows),
         (page_tables.open_space, state, 0, 0, rows, 0, False),
         (page_tables.fork_space, state, 0),
         (steps.num_tokens, counts, 0),

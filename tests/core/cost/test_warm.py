@@ -106,6 +106,7 @@ def walked() -> str:
     first.fork().release()
     second = mm.open([-1, 5, 2**31 - 1, 7, 8, 1])
     assert len(second) == 4
+    mm.awaited([-1, 5, 2**31 - 1, 7, 8, 1])
     assert {type(number) for number in (second.asid, second.generation)} == {int}
     mm.commit(mm.plan([first, second], [2, 5]), [1, 2, 3], [1, 2])
     first.release()
