@@ -150,8 +150,20 @@ class PagedKVCache(MemoryManager):
     # -- the kernels ---------------------------------------------------------------------------------------------------
 
     def attention(self, layer: int, **options: Any) -> BoundAttention:
-        """Return `bind_attention(cache[layer], **options)` with the kernel of this cache. It follows `resize`."""
-        return self._follow(layer, bind_attention(self[layer], **{"backend": self.backend} | options))
+        """Return `bind_attention(cache[layer], **options)` with the kernel of this cache. It follows `resize`.
+
+        The window is that of the layer's KVSpec, unless a narrower one is given. A spec with sinks has no default.
+        Raises: InvalidRequest, also for a window wider than that of the spec; KernelUnavailable
+        """
+        target, held = self[layer], self.specs[self.layer_groups[layer]]
+        if held.window is not None and not held.sinks:
+            window = options.setdefault("window", held.window)
+            if window is None or (isinstance(window, int) and window > held.window):
+                raise InvalidRequest(
+                    f"window is {window}, and the pool keeps {held.window} positions of layer {layer} (KVSpec.window); "
+                    "leave window out, or give at most that"
+                )
+        return self._follow(layer, bind_attention(target, **{"backend": self.backend} | options))
 
     def write(self, layer: int, **options: Any) -> BoundWrite:
         """Return `bind_write(cache[layer], **options)` with the kernel of this cache. It follows `resize`."""

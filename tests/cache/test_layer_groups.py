@@ -49,6 +49,24 @@ def step(cache: PagedKVCache, spaces: list[AddressSpace], tokens: list[list[int]
     return outs
 
 
+def test_a_bound_call_has_the_window_of_its_layer_and_no_wider_one() -> None:
+    cache = hybrid()
+    space = cache.open()
+    batch = cache.plan([space], [20])
+    q, k, v = torch.randn(20, 4, 64), torch.randn(20, 2, 64), torch.randn(20, 2, 64)
+    for layer, group in enumerate(LAYERS):
+        write_kv(k, v, cache[layer], batch[layer])
+        expected = paged_attention(q, cache[layer], batch[layer], window=WINDOW if group else None)
+        assert torch.equal(cache.attention(layer)(q, batch[layer]), expected)
+    narrow = paged_attention(q, cache[0], batch[0], window=3)
+    assert torch.equal(cache.attention(0, window=3)(q, batch[0]), narrow)
+    for window in (None, WINDOW + 1):
+        with pytest.raises(
+            InvalidRequest, match=f"window is {window}, and the pool keeps {WINDOW} positions of layer 0"
+        ):
+            cache.attention(0, window=window)
+
+
 def test_every_layer_attends_to_what_it_would_without_groups() -> None:
     caches, rng = (plain(), hybrid()), np.random.default_rng(5)
     spaces = [[cache.open() for _ in range(2)] for cache in caches]
