@@ -108,6 +108,8 @@ def test_a_stream_that_is_not_read_to_its_end_gives_its_frames_back(engine: Engi
             async for _ in stream:
                 pass
 
+    cancelled = engine.meter.finished["cancelled"]
+
     async def story(served: AsyncEngine) -> None:
         if how == "cancelled task":
             task = asyncio.create_task(reads(served))
@@ -127,6 +129,7 @@ def test_a_stream_that_is_not_read_to_its_end_gives_its_frames_back(engine: Engi
             stream.close()
             assert [piece async for piece in stream if piece.finish_reason] == []
         await no_frame_is_mapped(served)
+        assert engine.meter.finished["cancelled"] > cancelled
         assert await text_of(served.stream(ASKED[1])) == "Otto lives in Ghent."
 
     running(engine, story)
