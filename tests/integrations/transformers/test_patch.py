@@ -303,6 +303,7 @@ def test_threads_in_a_full_pool_undo_no_step_of_another(model: Any) -> None:
     found = []
     held = model.model.layers[0].register_forward_hook(wait)
     thread = threading.Thread(target=lambda: found.append(model.generate(**one, **(OPTIONS | {"max_new_tokens": 1}))))
+    thread.daemon = True  # a test that fails does not wait for it
     thread.start()
     assert inside.wait(300)
     with pytest.raises(OutOfFrames):
