@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 
+from pagedkv import PagedKVCache
+
 PAGE: Final = (Path(__file__).parents[2] / "docs/how-to/cache.md").read_text()
 SECTION: Final = PAGE.partition("\n## A whole engine\n")[2].partition("\n## ")[0]
 MODEL, ENGINE, USE = re.findall(r"^```python\n(.*?)^```", SECTION, re.M | re.S)
+WINDOW: Final = 8
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +78,42 @@ def test_a_step_that_fails_in_the_model_can_be_repeated(page: dict[str, Any]) ->
 def test_a_request_larger_than_the_pool_is_refused(page: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="alone"):
         page["Engine"](page["Model"](), 8).submit(page["Request"](range(30), 10))
+
+
+@pytest.mark.parametrize("num_frames", [24, 200])
+def test_random_requests_are_served_in_layers_with_different_windows(page: dict[str, Any], num_frames: int) -> None:
+    """`open` maps only the pages of the window there, and `admit` counts no more than those as known."""
+    torch.manual_seed(1)
+    draw, model = random.Random(1), page["Model"]().eval()
+    engine = page["Engine"](model, num_frames)
+    specs = [replace(engine.cache.spec, num_layers=1, window=window) for window in (None, WINDOW)]
+    engine.cache = PagedKVCache(specs, num_frames=num_frames, watermark=0.05)
+    engine.write = [engine.cache.write(layer) for layer in range(2)]
+    engine.attend = [engine.cache.attention(layer, window=spec.window) for layer, spec in enumerate(specs)]
+    requests = [page["Request"]([*range(44), *(draw.randrange(50) for _ in range(n))], 8) for n in range(1, 9)]
+    lengths = [len(request.tokens) for request in requests]
+    for request in requests:
+        engine.submit(request)
+    while engine.waiting or engine.running:
+        engine.step()
+    for request, length in zip(requests, lengths, strict=True):
+        assert request.tokens == _windowed(model, request.tokens[:length], request.end)
+    assert (engine.preempted > 0) is (num_frames == 24)
+    engine.cache.check()
+
+
+@torch.inference_mode()
+def _windowed(model: Any, tokens: list[int], end: int) -> list[int]:
+    """Return the tokens of a model without a cache: layer 1 sees WINDOW positions."""
+
+    def attention(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+        seen = torch.ones(len(tokens), len(tokens)).tril().bool()
+        mask = seen.triu(1 - WINDOW) if layer else seen
+        q, k, v = (x.transpose(0, 1) for x in qkv)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(0, 1)
+
+    while len(tokens) < end:
+        x = model(torch.tensor(tokens), torch.arange(len(tokens)), attention)
+        tokens = [*tokens, int(model.head(x[-1]).argmax())]
+    return tokens
