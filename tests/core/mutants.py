@@ -9,12 +9,7 @@ ENVIRONMENT = {"NUMBA_DISABLE_JIT": "1", "PAGEDKV_DEBUG": "3"}
 OPTIONS = ["-k", "not thousand"]
 
 LAWS = "test_laws.py"
-IDENTITY, MACHINE, STEPS, GROUPS = (
-    "prefix/test_identity.py",
-    "test_machine.py",
-    "tables/test_steps.py",
-    "tables/test_layer_groups.py",
-)
+IDENTITY, STEPS, GROUPS = "prefix/test_identity.py", "tables/test_steps.py", "tables/test_layer_groups.py"
 OPENING = "spaces/test_opening.py"
 WINDOWED = "tables/test_windowed_leader.py"
 ORDER, TENANTS, RESIZE, EVENTS = (
@@ -259,7 +254,7 @@ FAULTS = (
         "tables/page_tables.py",
         "    whole = min(max(0, (len(token_ids) - 1) // size), len(found))",
         "    whole = max(0, (len(token_ids) - 1) // size)",
-        MACHINE,
+        LAWS,
     ),
     Fault(
         "a retired page that is found again counts among the most ever mapped: it does not",
@@ -414,7 +409,7 @@ FAULTS = (
         "tables/steps.py",
         "    longs[STATUS] = COMMITTED\n",
         "",
-        "interrupts/test_interrupts.py",
+        "interrupts/test_interrupts.py::test_a_plan_is_settled_once_whatever_its_attributes_say",
     ),
     Fault(
         "a beam that no other continues is released: it stays",

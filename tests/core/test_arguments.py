@@ -71,6 +71,7 @@ WRONG: dict[str, Call] = {
     "plan of bools": lambda m, a: m.plan([a], [True]),
     "plan of half a token": lambda m, a: m.plan([a], [0.5]),  # type: ignore[list-item]
     "plan of None": lambda m, a: m.plan([a], None),  # type: ignore[arg-type]
+    "plan of more tokens than a kernel addresses": lambda m, a: m.plan([a], [2**31]),
     "plan of a count beyond int64": lambda m, a: m.plan([a], [2**70]),
     "commit of no plan": lambda m, a: m.commit(None, []),  # type: ignore[arg-type]
     "abort of a space": lambda m, a: m.abort(a),  # type: ignore[arg-type]

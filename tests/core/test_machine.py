@@ -528,7 +528,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

@@ -44,21 +44,6 @@ def test_pages_that_mix_old_and_new_weights_are_never_found(groups: tuple[Group,
     mm.check()
 
 
-def test_the_source_of_a_copy_survives_until_its_plan_is_settled() -> None:
-    mm = MemoryManager(32, 4)
-    parent = grown(mm, [1] * 8)
-    child = parent.fork()
-    child.truncate(7)
-    plan = mm.plan([child], [1])
-    parent.release()
-    source = int(plan.copies[0, 0])
-    mm.forget()
-    assert mm.stats().retired == 1
-    mm.abort(plan)
-    assert child.pages.tolist()[1] == source
-    mm.check()
-
-
 def test_forget_is_refused_while_a_frame_is_pinned_and_changes_nothing() -> None:
     mm = MemoryManager(32, 4)
     space = grown(mm, [1] * 9)
