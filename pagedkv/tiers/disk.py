@@ -37,8 +37,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from pagedkv import regular_files
 from pagedkv.core.arguments import flag, whole
+from pagedkv.tiers import private_files
 from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum, require_secret
 from pagedkv.tiers.mover import Task
 from pagedkv.tiers.pool_view import PoolView
@@ -87,7 +87,7 @@ class DiskTier(SlotTier):
     The cache must have a name for its weights (PagedKVCache, model=): pages of another model are not found. The folder
     is emptied, with a warning, if it holds pages of another model, geometry, rank or size.
     Raises:  InvalidRequest. When the cache is made: OSError from the file system, or for a file of the tier that is not
-             this user's alone (regular_files.private); BlockingIOError while another process uses the folder
+             this user's alone (private_files.private); BlockingIOError while another process uses the folder
     """
 
     kind = "disk"
@@ -106,21 +106,21 @@ class DiskTier(SlotTier):
     ) -> None:
         super().__init__(size, limit=limit, policy=policy)
         require_secret(key)
-        self._folder, self._key = regular_files.folder_of(folder), key
+        self._folder, self._key = private_files.folder_of(folder), key
         self._checksum = "xxh3-128" if key is None else "blake2b with a key"
         self._direct = flag(direct, "direct")
         self.num_threads: int = whole(threads, "threads", 1, 1025)
         self._here, self._sealing = threading.local(), threading.Lock()
-        self._lock: regular_files.Lock | None = None
+        self._lock: private_files.Lock | None = None
         self._file = self._seals_file = -1
 
     def _slot_bytes(self, frame_bytes: int) -> int:
         return _rounded(frame_bytes) + SEAL.itemsize
 
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
-        regular_files.make_folder(self._folder)
+        private_files.make_folder(self._folder)
         try:
-            self._lock = regular_files.Lock(self._path("lock"))
+            self._lock = private_files.Lock(self._path("lock"))
         except FileNotFoundError:
             raise OSError(errno.ENOENT, "no file can be made in this folder", str(self._folder)) from None
         except BlockingIOError:
@@ -154,7 +154,7 @@ class DiskTier(SlotTier):
 
     def _facts_on_disk(self) -> Any:
         try:
-            with open(regular_files.private(self._path("json"), os.O_RDONLY), "rb") as file:
+            with open(private_files.private(self._path("json"), os.O_RDONLY), "rb") as file:
                 return json.loads(file.read(MOST_MANIFEST_BYTES))
         except (FileNotFoundError, ValueError, RecursionError):
             return None
@@ -162,11 +162,11 @@ class DiskTier(SlotTier):
     def _write_facts(self, facts: dict[str, Any]) -> None:
         part = self._path("json.part")
         part.unlink(missing_ok=True)  # it may be a link to a file of someone else
-        regular_files.write(self._path("json"), json.dumps(facts).encode(), part=part, durable=False)
+        private_files.write(self._path("json"), json.dumps(facts).encode(), part=part)
 
     def _open(self, num_slots: int, is_known: bool) -> None:
         """Open the files; begin them anew unless they are those of an earlier tier like this one."""
-        self._seals_file = regular_files.private(self._path("seals"), os.O_RDWR | os.O_CREAT)
+        self._seals_file = private_files.private(self._path("seals"), os.O_RDWR | os.O_CREAT)
         self._file, self._is_direct = self._open_bytes()
         if not is_known:
             self._path("json").unlink(missing_ok=True)  # first: the old facts must not describe the new files
@@ -184,11 +184,11 @@ class DiskTier(SlotTier):
         path, flags = self._path("bytes"), os.O_RDWR | os.O_CREAT
         if self._direct and hasattr(os, "O_DIRECT"):
             try:
-                return regular_files.private(path, flags | os.O_DIRECT), True
+                return private_files.private(path, flags | os.O_DIRECT), True
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the file system has no direct reads and writes
                     raise
-        return regular_files.private(path, flags), False
+        return private_files.private(path, flags), False
 
     def _pages_on_disk(self) -> list[tuple[int, bytes, bytes]]:
         """Return what `_begin` returns, for each sealed slot, the oldest first. A damaged seal is an empty slot."""

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pagedkv import regular_files
 from pagedkv.core.arguments import real
 from pagedkv.errors import InvalidRequest
+from pagedkv.tiers import private_files
 from pagedkv.tiers.checksum import Bytes
 from pagedkv.tiers.shared.records import HEADER, Record
 from pagedkv.tiers.shared.tier import SharedTier
@@ -242,8 +242,8 @@ class ObjectClient:
             self._obstore.put(self._store, path, content)
             return
         file = self._folder / path
-        regular_files.make_folder(file.parent)
-        regular_files.write(file, content, part=file.with_name(f".{file.name}"), durable=False)
+        private_files.make_folder(file.parent)
+        private_files.write(file, content, part=file.with_name(f".{file.name}"))
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See Client.delete. Records of other processes are only forgotten here. A failed deletion is tried again."""

@@ -12,7 +12,7 @@ import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.tiers import DiskTier, ObjectTier, Tier
-from tests.test_regular_files import PLANTED, PRECIOUS, plant
+from tests.tiers.trust.test_private_files import PLANTED, PRECIOUS, plant
 from tests.tiers.world import IDS, SPEC, World, evicted
 
 

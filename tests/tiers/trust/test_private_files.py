@@ -1,0 +1,124 @@
+"""Private files: each is this user's alone, and nothing of another file is changed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pagedkv.tiers import private_files
+
+PRECIOUS = b"precious" * 100
+IS_ROOT = os.geteuid() == 0
+
+
+def plant(kind: str, path: Path) -> Path:
+    """Put something of somebody else at `path`. Return the file that must stay as it is."""
+    other = path.with_name("precious")
+    other.write_bytes(PRECIOUS)
+    other.chmod(0o600)
+    if kind == "a symbolic link":
+        path.symlink_to(other)
+    elif kind == "a broken link":
+        path.symlink_to(path.with_name("nothing"))
+    elif kind == "a hard link":
+        path.hardlink_to(other)
+    elif kind == "a pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "another user's":
+        other.rename(path)
+        os.chown(path, 12345, -1)
+        return path
+    else:
+        other.rename(path)
+        path.chmod(int(kind, 8))
+        return path
+    return other
+
+
+PLANTED = [
+    *("a symbolic link", "a broken link", "a hard link", "a pipe", "a folder", "0640", "0602"),
+    pytest.param("another user's", marks=pytest.mark.skipif(not IS_ROOT, reason="only root makes files of others")),
+]
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_private_file_is_nobody_elses_and_what_is_refused_stays_as_it_is(
+    kind: str, flags: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    other = plant(kind, path)
+    mode, open_files = other.stat().st_mode, len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"it is a |it belongs to |hard links|its mode is 0|a directory"):
+        private_files.private(path, flags)
+    assert (other.read_bytes(), other.stat().st_mode) == (PRECIOUS, mode)
+    assert not (tmp_path / "nothing").exists()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_file_is_written_in_place_of_what_is_there_and_never_through_it(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    other = plant(kind, path)
+    if kind == "a folder":
+        with pytest.raises(OSError, match="directory"):
+            private_files.write(path, b"new", part=tmp_path / "beside")
+        assert not (tmp_path / "beside").exists()
+        return
+    private_files.write(path, b"new", part=tmp_path / "beside")
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    assert other == path or other.read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_name_beside_that_is_taken_is_an_error(kind: str, tmp_path: Path) -> None:
+    other = plant(kind, tmp_path / "beside")
+    with pytest.raises(FileExistsError):
+        private_files.write(tmp_path / "file", b"new", part=tmp_path / "beside")
+    assert not (tmp_path / "file").exists()
+    assert other.read_bytes() == PRECIOUS
+
+
+def test_a_lock_is_held_by_one_until_it_is_released_or_its_owner_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch(0o644)  # as older versions made it
+    one = private_files.Lock(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            private_files.Lock(path)
+    child = subprocess.Popen(["sleep", "60"])  # it gets no descriptor
+    one.release()
+    one.release()
+    two = private_files.Lock(path)
+    del two
+    private_files.Lock(path).release()
+    child.kill()
+    child.wait()
+
+
+def test_a_forked_process_neither_keeps_nor_gives_up_a_lock(tmp_path: Path) -> None:
+    held = private_files.Lock(tmp_path / "lock")
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has closed its end
+        os._exit(0)
+    if (other := os.fork()) == 0:
+        held.release()  # its copy
+        os._exit(0)
+    os.waitpid(other, 0)
+    with pytest.raises(BlockingIOError):
+        private_files.Lock(tmp_path / "lock")
+    held.release()
+    private_files.Lock(tmp_path / "lock").release()
+    os.close(writer)
+    os.waitpid(child, 0)
+    os.close(reader)
