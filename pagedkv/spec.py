@@ -21,15 +21,7 @@ from pagedkv.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BITS: Final = {
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "fp8_e4m3": 8,
-    "fp8_e5m2": 8,
-    "int8": 8,
-    "int4": 4,
-}
+BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8, "int8": 8, "int4": 4}
 """Bits of one stored element. The last four are quantised: a float32 scale is kept beside each (token, head)."""
 
 KINDS: Final = {name: kind for kind, name in enumerate(BITS)}
@@ -42,16 +34,10 @@ ALIGNMENT: Final = 64
 STEP_TOKENS: Final = 2048
 """The most new tokens of a step of the reference engine, and so of one sequence, unless another limit is given."""
 
-_UNITS: Final = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
+_UNITS: Final = {"": 1} | {
+    f"{letter}{binary}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for binary, base in (("", 1000), ("i", 1024))
 }
 
 
@@ -59,18 +45,14 @@ def parse_bytes(text: str | int) -> int:
     """Return the bytes of an amount like "40GiB", "512 MB" or "1.5g"; an int is bytes already."""
     if not isinstance(text, str | bool) and hasattr(text, "__index__"):
         return index(text)
-    if not isinstance(text, str):
+    found = isinstance(text, str) and re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not found or found[2] not in _UNITS:
         raise InvalidRequest(
             f"{text!r} is not an amount of memory; give an int of bytes, or text like '2GiB', '512MB' or '1.5g'"
         )
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
-    if not found or found[2] not in _UNITS:
-        raise InvalidRequest(f"{text!r} is not an amount of memory; write it like '2GiB', '512MB' or '1.5g'")
     amount = float(found[1]) * _UNITS[found[2]]
     if amount >= 2**63:
-        raise InvalidRequest(
-            f"{text!r} is more memory than any machine has; write an amount like '2GiB', '512MB' or '1.5g'"
-        )
+        raise InvalidRequest(f"{text!r} is more memory than any machine has; give an amount like '2GiB' or '512MB'")
     return int(amount)
 
 
@@ -121,14 +103,11 @@ class KVSpec:
             value = getattr(self, name)
             if value is not None or name not in ("head_dim_v", "window"):
                 object.__setattr__(self, name, _count(value, name))
-        object.__setattr__(self, "keep", _count(self.keep, "keep", 0))
-        if self.keep and self.window is None:
-            raise InvalidRequest(f"KVSpec.keep is {self.keep} without a window; every position stays without one")
-        object.__setattr__(self, "sinks", _count(self.sinks, "sinks", 0))
-        if self.sinks and self.window is None:
-            raise InvalidRequest(
-                f"KVSpec.sinks is {self.sinks} without a window; a query sees all positions without one"
-            )
+        for name, otherwise in (("keep", "every position stays"), ("sinks", "a query sees all positions")):
+            count = _count(getattr(self, name), name, 0)
+            object.__setattr__(self, name, count)
+            if count and self.window is None:
+                raise InvalidRequest(f"KVSpec.{name} is {count} without a window; {otherwise} without one")
         if not isinstance(self.dtype, str) or self.dtype not in COMPUTE_DTYPES:
             raise InvalidRequest(f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
         stored = [name for name in BITS if name == self.dtype or name not in COMPUTE_DTYPES]
@@ -141,7 +120,6 @@ class KVSpec:
             raise InvalidRequest(
                 f"int4 packs two elements in a byte: head dims {self.head_dim} and {self.value_dim} must be even"
             )
-
         if not isinstance(self.value_in_key, bool) or (self.value_in_key and self.value_dim > self.head_dim):
             raise InvalidRequest(
                 f"KVSpec.value_in_key is {self.value_in_key!r} with head_dim {self.head_dim} and head_dim_v "

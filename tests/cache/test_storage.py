@@ -83,7 +83,7 @@ def test_amounts_of_memory(text: str | int, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "2 parsecs", "GiB", "-1", "1ib", "9" * 400])
 def test_text_that_is_no_amount_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="write (it|an amount) like '2GiB'"):
+    with pytest.raises(InvalidRequest, match="like '2GiB'"):
         parse_bytes(text)
 
 
