@@ -30,15 +30,7 @@ import triton.language as tl
 
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.specialisation import Arguments, head_bytes, keys_of, right_of, specialisation_of
-from pagedkv.kernels.triton.tile import (
-    bounds_of_mask,
-    finish,
-    load_query,
-    normalised,
-    query_rows,
-    store_parts,
-    walk,
-)
+from pagedkv.kernels.triton.tile import bounds_of_mask, finish, load_query, normalised, query_rows, store_parts, walk
 from pagedkv.kernels.triton.tuning import INTERPRETER, target, tuning
 
 if TYPE_CHECKING:

@@ -40,8 +40,7 @@ def breaks_graph(method: Method) -> Method:
     skip = _FrameAction.SKIP
     set_code_exec_strategy(method.__code__, _FrameExecStrategy(skip, skip))  # its frame, and those that it calls
     vars(method).update(
-        _torchdynamo_disable=True,
-        _torchdynamo_disable_msg=f"{method.__name__} of a KV cache is no part of a graph",
+        _torchdynamo_disable=True, _torchdynamo_disable_msg=f"{method.__name__} of a KV cache is no part of a graph"
     )
     return method
 

@@ -16,14 +16,7 @@ from pagedkv.kernels import quant
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.args import (
-        AttentionCall,
-        AttentionOptions,
-        GatherCall,
-        GatherSource,
-        KVLayer,
-        WriteCall,
-    )
+    from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, KVLayer, WriteCall
     from pagedkv.spec import KVSpec
 
 

@@ -214,10 +214,7 @@ def _check_spaces(s: State) -> None:
             written.add(frame)
             private = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
             require(
-                private,
-                "I3",
-                f"frame {frame} of space {asid} is to be written while shared or published",
-                frame=frame,
+                private, "I3", f"frame {frame} of space {asid} is to be written while shared or published", frame=frame
             )
     forbid(
         refs != s.frames["refs"], "I2", "refs of a frame is not the number of page-table entries that name the frame"

@@ -58,12 +58,7 @@ class FramePool(ThreadGuard):
     """
 
     def __init__(
-        self,
-        num_frames: int,
-        *,
-        key_bytes: int = 32,
-        policy: str | Policy = "lru",
-        twins: bool = False,
+        self, num_frames: int, *, key_bytes: int = 32, policy: str | Policy = "lru", twins: bool = False
     ) -> None:
         self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
         self.key_bytes: int = whole(key_bytes, "key_bytes", 1, 4097)
@@ -154,11 +149,7 @@ class FramePool(ThreadGuard):
             self.check()
 
     def drop(
-        self,
-        frames: Frames,
-        *,
-        last: bool = False,
-        positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        self, frames: Frames, *, last: bool = False, positions: Sequence[int] | npt.NDArray[np.integer] | None = None
     ) -> None:
         """Remove a reference from each of `frames`. Frames dropped first are evicted first: give tails before prefixes.
 

@@ -21,16 +21,7 @@ import numpy as np
 
 from pagedkv.core.compiled import inlined, inner, prefetch
 from pagedkv.core.prefix.events import log_removed, log_stored
-from pagedkv.core.state import (
-    CACHED,
-    I32,
-    IN_USE,
-    NIL,
-    ROOT_BEFORE,
-    SALT_SEED,
-    SALTED_PAGE,
-    State,
-)
+from pagedkv.core.state import CACHED, I32, IN_USE, NIL, ROOT_BEFORE, SALT_SEED, SALTED_PAGE, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)

@@ -57,16 +57,7 @@ def _sources() -> Mapping[str, str]:
 
 def _key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, int]) -> str:
     """Return the name of a cubin; equal code has equal names. version: of NVRTC."""
-    text = repr(
-        (
-            kernel,
-            sorted(macros.items()),
-            arch,
-            OPTIONS,
-            version,
-            sorted(_sources().items()),
-        )
-    )
+    text = repr((kernel, sorted(macros.items()), arch, OPTIONS, version, sorted(_sources().items())))
     return f"{kernel}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
