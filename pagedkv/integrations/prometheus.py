@@ -64,11 +64,7 @@ COUNTERS: Final = {
 }
 """metric: (field of Stats, help text)."""
 
-MISSES: Final = {
-    "evicted": "missed_evicted",
-    "never_published": "missed_new",
-    "below_one_page": "below_one_page",
-}
+MISSES: Final = {"evicted": "missed_evicted", "never_published": "missed_new", "below_one_page": "below_one_page"}
 """reason: field of Stats."""
 
 TENANT_FRAMES: Final = ("used", "unique", "shared", "cached", "evictable", "protected")

@@ -99,12 +99,7 @@ class Weights:
 
 
 def load_weights(
-    folder: Path,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    kind: str | None = None,
+    folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, kind: str | None = None
 ) -> Weights:
     """Load the weights of `folder` for the decoder that `config` describes.
 

@@ -83,12 +83,7 @@ class Decoder:
 
     @classmethod
     def load(
-        cls,
-        folder: Path,
-        *,
-        dtype: str | None = None,
-        device: str | torch.device = "cpu",
-        weights: str | None = None,
+        cls, folder: Path, *, dtype: str | None = None, device: str | torch.device = "cpu", weights: str | None = None
     ) -> Decoder:
         """Load a Hugging Face folder (config.json and safetensors).
 

@@ -16,12 +16,7 @@ DEFAULT_MEMORY: Final = "4GiB"
 
 
 def new_cache(
-    decoder: Decoder,
-    *,
-    block_size: int,
-    kv_dtype: str | None = None,
-    grouped: bool = True,
-    **options: Any,
+    decoder: Decoder, *, block_size: int, kv_dtype: str | None = None, grouped: bool = True, **options: Any
 ) -> PagedKVCache:
     """Return a cache for the decoder.
 

@@ -188,10 +188,7 @@ class Asked(BaseModel, strict=True, allow_inf_nan=False, protected_namespaces=()
 class _StreamOptions(Asked):
     """Options of a stream."""
 
-    nothing: ClassVar[Values] = {
-        "continuous_usage_stats": (False,),
-        "include_usage": (False,),
-    }
+    nothing: ClassVar[Values] = {"continuous_usage_stats": (False,), "include_usage": (False,)}
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})  # padding of events, true by default
 
     include_usage: bool | None = None

@@ -214,10 +214,7 @@ class Engine(ThreadGuard):
                 raise QueueFull(len(waiting), most)
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
     ) -> list[Request]:
         """Submit all prompts, step until all are finished, and return their requests in the same order.
 

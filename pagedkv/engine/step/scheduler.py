@@ -45,12 +45,7 @@ class Scheduler:
     """Two queues over one cache, and the only part of the model that opens, forks and releases address spaces."""
 
     def __init__(
-        self,
-        cache: PagedKVCache,
-        limits: Limits,
-        plan: Plan | None = None,
-        *,
-        speculation: Speculation | None = None,
+        self, cache: PagedKVCache, limits: Limits, plan: Plan | None = None, *, speculation: Speculation | None = None
     ) -> None:
         """Begin without sequences. plan: plans the steps; None for `cache.plan`. speculation: adds drafts to them."""
         self.cache: PagedKVCache = cache
