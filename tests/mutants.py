@@ -117,10 +117,13 @@ if VARIABLE in os.environ:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-        """Fail a test that hangs: broken code may."""
-        signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{item.name} hangs"))
-        signal.alarm(100)
+        """Fail a test that hangs, as broken code may: after 100 s of CPU time, or 800 s, as a busy machine is slow."""
+        for number in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(number, lambda *_: pytest.fail(f"{item.name} hangs"))
+        signal.setitimer(signal.ITIMER_PROF, 100)
+        signal.alarm(800)
         try:
             return (yield)
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.alarm(0)
