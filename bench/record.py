@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pagedkv
-from pagedkv import regular_files
+from pagedkv.engine.checkpoint import regular_files
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]

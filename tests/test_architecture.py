@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 # --- the laws ---------------------------------------------------------------------------------------------------------
 
-FREE = {"errors", "spec", "debug", "machine_code", "regular_files"}
+FREE = {"errors", "spec", "debug", "machine_code"}
 """Integers and names only; every layer may import them, they import one another and the standard library."""
 
 ARROWS = {

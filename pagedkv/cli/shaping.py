@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from pagedkv import regular_files
+from pagedkv.engine.checkpoint import regular_files
 from pagedkv.errors import InvalidRequest
 
 MOST_BYTES: Final = 2**24

@@ -13,7 +13,6 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from pagedkv import regular_files
 from pagedkv.errors import InvalidRequest
 
 
@@ -64,7 +63,8 @@ def _own(path: Path, flags: int) -> tuple[int, os.stat_result]:
         raise
     try:
         status = os.fstat(descriptor)
-        regular_files.require(path, status=status)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refusal(path, "it is not a regular file")
         if status.st_uid != os.geteuid():
             raise _refusal(path, f"it belongs to user {status.st_uid}, and this process is user {os.geteuid()}")
         if status.st_nlink > 1:

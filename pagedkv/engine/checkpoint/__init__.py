@@ -6,7 +6,7 @@ tokenizer        tokenizer.json: text to token ids and back; token_reach: the fe
                  special_tokens: names and tokens in the files next to it
 chat_template    messages to text
 hub              the local cache of the Hugging Face hub
-files            JSON, text and bytes of limited size
+files            JSON, text and bytes of limited size; regular_files: no pipe, no device
 fit              the memory that a config needs
 demo             the prompt of `pagedkv generate` if the user gives none
 

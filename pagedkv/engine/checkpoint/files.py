@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import xxhash
 
-from pagedkv import regular_files
+from pagedkv.engine.checkpoint import regular_files
 from pagedkv.errors import CheckpointError
 
 MOST_BYTES: Final = 2**24

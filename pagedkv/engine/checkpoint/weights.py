@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pagedkv import regular_files
+from pagedkv.engine.checkpoint import regular_files
 from pagedkv.engine.checkpoint.fields import shown
 from pagedkv.engine.checkpoint.files import is_plain_name, is_present, listed, read_json
 from pagedkv.errors import CheckpointError, InvalidRequest

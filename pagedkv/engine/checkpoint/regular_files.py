@@ -1,4 +1,4 @@
-"""Files of others: the kind and the size of a file are known before it is opened for reading.
+"""Regular files of others: the kind and the size of a file are known before it is opened for reading.
 
 A name in a folder that is not trusted may lead to a pipe, which has no end or no writer, to a device, or to a file of
 many terabytes. A symbolic link is followed to its target.

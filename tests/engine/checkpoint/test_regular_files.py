@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv import regular_files
+from pagedkv.engine.checkpoint import regular_files
 
 
 def make(kind: str, path: Path) -> None:
