@@ -3,21 +3,6 @@
 Everything this package raises on purpose is a `PagedKVError`. An error carries its numbers as attributes, so that an
 engine can act on them, and a sentence, so that a person can. An `assert` in the package guards against a bug of ours
 only.
-
-PagedKVError
- ├── OutOfFrames         the pool cannot serve the step; nothing was changed
- │    └── QuotaExceeded  a tenant's hard quota does not allow the step; nothing was changed
- ├── InvalidRequest      an argument makes no sense; nothing was changed                      (also a ValueError)
- ├── StaleHandle         the space was released; its number may belong to another space now
- │    └── DoubleRelease  the space or pin was given back twice
- ├── PlanConflict        a plan and another operation are out of order
- ├── QueueFull           the engine has as many waiting requests as it may have; submit again later
- ├── EngineStopped       the engine behind a stream was closed, or failed
- ├── EventsLost          a reader of events fell behind the log
- ├── ConcurrentUse       two threads used one manager
- ├── KernelUnavailable   no kernel can run this case; the error has the reasons of each
- ├── CheckpointError     a model folder is missing, damaged or of an unknown kind
- └── InvariantViolation  check() found a broken law; a bug of ours                           (also an AssertionError)
 """
 
 from __future__ import annotations
