@@ -89,7 +89,7 @@ def test_random_requests_are_served_in_layers_with_different_windows(page: dict[
     specs = [replace(engine.cache.spec, num_layers=1, window=window) for window in (None, WINDOW)]
     engine.cache = PagedKVCache(specs, num_frames=num_frames, watermark=0.05)
     engine.write = [engine.cache.write(layer) for layer in range(2)]
-    engine.attend = [engine.cache.attention(layer, window=spec.window) for layer, spec in enumerate(specs)]
+    engine.attend = [engine.cache.attention(layer) for layer in range(2)]
     requests = [page["Request"]([*range(44), *(draw.randrange(50) for _ in range(n))], 8) for n in range(1, 9)]
     lengths = [len(request.tokens) for request in requests]
     for request in requests:
