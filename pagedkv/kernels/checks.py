@@ -262,12 +262,7 @@ def gather_results(call: GatherCall) -> None:
     sizes = {"B": len(x.seq_lens), "K": x.k.shape[2], "D": dims[0], "Dv": dims[1]}
     rules = GATHERED_PADDED if call.k_out.dim() == 4 else GATHERED
     _keep(rules, {"k_out": call.k_out, "v_out": call.v_out}, **sizes)
-    for name, out in (("k", call.k_out), ("v", call.v_out)):
-        if out.device != x.k.device:
-            raise InvalidRequest(
-                f"layer.k is on {x.k.device} but out's {name} is on {out.device}: "
-                "all tensors of a call live on one device"
-            )
+    _same_device({"layer.k": x.k, "out's k": call.k_out, "out's v": call.v_out})
     if call.starts is not None and (debug.level() >= 1 or x.k.device.type == "cpu") and rows[0] < int(call.starts[-1]):
         raise InvalidRequest(
             f"out holds {rows[0]} rows and the sequences have {int(call.starts[-1])} tokens from `first` on; "
@@ -277,12 +272,9 @@ def gather_results(call: GatherCall) -> None:
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Raise InvalidRequest unless the two states have the same shape, dtype and device."""
-    _keep(MERGE, {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
-    for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if x.device != out_a.device:
-            raise InvalidRequest(
-                f"out_a is on {out_a.device} but {name} is on {x.device}: all tensors of a call live on one device"
-            )
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    _keep(MERGE, states)
+    _same_device(states)
 
 
 def copies(storage: Tensor, pairs: Tensor) -> None:
@@ -292,10 +284,7 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
         raise InvalidRequest(
             f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination"
         )
-    if storage.device != pairs.device:
-        raise InvalidRequest(
-            f"storage is on {storage.device} but copies is on {pairs.device}: all tensors of a call live on one device"
-        )
+    _same_device({"storage": storage, "copies": pairs})
     _no_overlap(storage=storage)
     if not len(pairs):
         return
@@ -425,14 +414,21 @@ def of_extension(rules: Iterable[_Rule], *fields: str) -> list[tuple[Any, ...]]:
 
 def _one_device(call: AttentionCall | WriteCall | GatherSource, first: str) -> None:
     """Raise InvalidRequest unless all tensors are on the device of the field `first`, and have their memory."""
-    device = getattr(call, first).device
-    for name, x in zip(call._fields, call, strict=True):
-        if isinstance(x, Tensor) and x.device != device:
+    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    _same_device({first: tensors[first]} | tensors)
+    for name, x in tensors.items():
+        if x.numel():
+            _in_memory(_ARGUMENTS.get(name) or name, x)
+
+
+def _same_device(tensors: dict[str, Tensor]) -> None:
+    """Raise InvalidRequest unless all tensors are on the device of the first."""
+    first, device = next((name, x.device) for name, x in tensors.items())
+    for name, x in tensors.items():
+        if x.device != device:
             raise InvalidRequest(
                 f"{first} is on {device} but {name} is on {x.device}: all tensors of a call live on one device"
             )
-        if isinstance(x, Tensor) and x.numel():
-            _in_memory(_ARGUMENTS.get(name) or name, x)
 
 
 _ARGUMENTS = {rule.field: rule.name for rule in ATTENTION + WRITE} | {"k": "layer.k", "v": "layer.v"}

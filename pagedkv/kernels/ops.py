@@ -16,21 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, operators, registry
 from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, Window, sides
-from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
+from pagedkv.kernels.bound import BoundAttention, BoundWrite, cached
 from pagedkv.kernels.case import Case
 from pagedkv.spec import KVSpec
-
-__all__ = [
-    "Explanation",
-    "bind_attention",
-    "bind_write",
-    "copy_frames",
-    "explain",
-    "gather_kv",
-    "merge_states",
-    "paged_attention",
-    "write_kv",
-]
 
 
 class _Options(Options, total=False):

@@ -60,29 +60,15 @@ def _fetch_add(typing: Any, address: Any, n: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@njit(inline="always")
-def _floats(address: int, n: int) -> Any:
-    return carray(_pointer(address), (n,), np.float32)
+def _view_of(dtype: Any) -> Any:
+    @njit(inline="always")
+    def view(address: int, n: int) -> Any:
+        return carray(_pointer(address), (n,), dtype)
+
+    return view
 
 
-@njit(inline="always")
-def _halves(address: int, n: int) -> Any:
-    return carray(_pointer(address), (n,), np.uint16)
-
-
-@njit(inline="always")
-def _octets(address: int, n: int) -> Any:
-    return carray(_pointer(address), (n,), np.uint8)
-
-
-@njit(inline="always")
-def _ints(address: int, n: int) -> Any:
-    return carray(_pointer(address), (n,), np.int32)
-
-
-@njit(inline="always")
-def _longs(address: int, n: int) -> Any:
-    return carray(_pointer(address), (n,), np.int64)
+_floats, _halves, _octets, _ints, _longs = map(_view_of, (np.float32, np.uint16, np.uint8, np.int32, np.int64))
 
 
 @njit
