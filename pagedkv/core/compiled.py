@@ -164,39 +164,33 @@ allocating: _Compiler = MACHINE_CODE.keep(partial(_made, _Outer), error_model="n
 """Decorator of functions that Python calls, and that make arrays."""
 
 
-def _prefetch(array: Any, at: Any) -> None:
-    """Ask the processor to load the cache line where array[at] begins, without waiting. In plain Python: do nothing."""
+@numba.extending.intrinsic
+def prefetch(_context: Any, array: Any, at: Any) -> Any:
+    """Ask the processor to load the cache line where array[at] begins, without waiting: an instruction of LLVM."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        zero = arguments[1].type(0)
+        struct = make_array(signature.args[0])(context, builder, arguments[0])
+        element = get_item_pointer(
+            context, builder, signature.args[0], struct, [arguments[1]] + [zero] * (array.ndim - 1)
+        )
+        address = builder.bitcast(element, ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        llvm_prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", [address.type], ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
+        )
+        # for reading, kept in all cache levels, data
+        builder.call(llvm_prefetch, [address, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return numba.types.void(array, numba.types.intp), generate
 
 
-if numba.config.DISABLE_JIT:
-    prefetch = _prefetch
-else:
+class _Prefetch(type(prefetch)):  # type: ignore[misc]
+    """An intrinsic that Python may call as well: functions of a step run uncompiled at first."""
 
-    @numba.extending.intrinsic
-    def prefetch(_context: Any, array: Any, at: Any) -> Any:
-        """The same as _prefetch, by LLVM's instruction, which numba does not offer."""
+    def __call__(self, array: Any, at: Any) -> None:
+        """Do nothing."""
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            zero = arguments[1].type(0)
-            struct = make_array(signature.args[0])(context, builder, arguments[0])
-            element = get_item_pointer(
-                context, builder, signature.args[0], struct, [arguments[1]] + [zero] * (array.ndim - 1)
-            )
-            address = builder.bitcast(element, ir.IntType(8).as_pointer())
-            i32 = ir.IntType(32)
-            llvm_prefetch = builder.module.declare_intrinsic(
-                "llvm.prefetch", [address.type], ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
-            )
-            # for reading, kept in all cache levels, data
-            builder.call(llvm_prefetch, [address, i32(0), i32(3), i32(1)])
-            return context.get_dummy_value()
 
-        return numba.types.void(array, numba.types.intp), generate
-
-    class _Prefetch(type(prefetch)):  # type: ignore[misc]
-        """An intrinsic that Python may call as well: functions of a step run uncompiled at first."""
-
-        def __call__(self, array: Any, at: Any) -> None:
-            """Do nothing."""
-
-    prefetch.__class__ = _Prefetch
+prefetch.__class__ = _Prefetch
