@@ -41,7 +41,7 @@ from pagedkv.core.prefix.roots import Roots, Salts
 from pagedkv.core.recovery import Assignment, Recovered, Registry, assign_together
 from pagedkv.core.spaces.awaited import Awaited, OpenPrompts
 from pagedkv.core.spaces.opening import Opened, Salt, first_end, for_each, listed, up_to_one_column
-from pagedkv.core.spaces.reordering import continuations
+from pagedkv.core.spaces.reorder_index import continuations
 from pagedkv.core.state import I32, FrameViews
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages

@@ -1,11 +1,11 @@
-"""Eviction policies: small frozen objects that set up the lists of pool/eviction.py, for managers and for `replay`.
+"""Eviction policies: frozen objects that set up the lists of pool/eviction_order.py, for managers and for `replay`.
 
 A policy states how frames are ranked (`rule`), by how much each list prolongs the stay of a frame (`bonuses`, which
 never fall), and whether the clock is the number of plans or the value of the last victim (`inflation`). The manager
-reads the object once, at the start; the compiled code of pool/eviction.py does the choosing.
+reads the object once, at the start; the compiled code of pool/eviction_order.py does the choosing.
 
-To add a policy: write a rule in eviction.rank (or take an existing one), and add a dataclass here and to POLICIES. I9
-holds without further work.
+To add a policy: write a rule in eviction_order.rank (or take an existing one), and add a dataclass here and to
+POLICIES. I9 holds without further work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from pagedkv.core import state as st
 from pagedkv.core.arguments import whole
-from pagedkv.core.pool import eviction
+from pagedkv.core.pool import eviction_order
 from pagedkv.core.state import I64
 from pagedkv.errors import InvalidRequest
 
@@ -40,7 +40,7 @@ class LRU:
     """LRU: the least recently used page is evicted first."""
 
     name: ClassVar[str] = "lru"
-    rule: ClassVar[int] = eviction.UNRANKED
+    rule: ClassVar[int] = eviction_order.UNRANKED
     inflation: ClassVar[bool] = False
     scale: int = 1
 
@@ -57,7 +57,7 @@ class TwoQueues:
     """
 
     name: ClassVar[str] = "2q"
-    rule: ClassVar[int] = eviction.TWO_QUEUES
+    rule: ClassVar[int] = eviction_order.TWO_QUEUES
     inflation: ClassVar[bool] = False
     scale: int = 4
 
@@ -74,7 +74,7 @@ class LFU:
     """
 
     name: ClassVar[str] = "lfu"
-    rule: ClassVar[int] = eviction.USES
+    rule: ClassVar[int] = eviction_order.USES
     inflation: ClassVar[bool] = True
     scale: int = 1
 
@@ -93,7 +93,7 @@ class Cost:
     """
 
     name: ClassVar[str] = "cost"
-    rule: ClassVar[int] = eviction.COST
+    rule: ClassVar[int] = eviction_order.COST
     inflation: ClassVar[bool] = True
     scale: int = 24576
 
@@ -126,7 +126,7 @@ def install(policy: Policy, reg: I64) -> None:
     bonuses = policy.bonuses()
     reg[st.RULE], reg[st.INFLATION], reg[st.SCALE] = policy.rule, policy.inflation, policy.scale
     reg[st.USED_LISTS] = st.NORMAL + len(bonuses)
-    st.list_registers(reg)[st.NORMAL : st.NORMAL + len(bonuses), eviction.BONUS] = bonuses
+    st.list_registers(reg)[st.NORMAL : st.NORMAL + len(bonuses), eviction_order.BONUS] = bonuses
 
 
 def advised(advice: str) -> int:

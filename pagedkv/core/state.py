@@ -43,7 +43,7 @@ HOLE: Final = -1  # a page behind a window
 
 NIL: Final = -1  # no frame
 
-# lists of frames: 0 .. 31 hold evictable frames (eviction.py), FENCED holds frames that wait for an epoch (frames.py)
+# lists of frames: 0 .. 31 hold evictable frames (eviction_order.py), FENCED those that wait for an epoch (frames.py)
 DONTNEED: Final = 0
 COLD: Final = 1
 NORMAL: Final = 2  # the policy gives lists 2 .. 31 their meaning
@@ -76,7 +76,7 @@ AMONG_FENCED: Final = 1 + FENCED
     EPOCH,  # the newest epoch opened by retire()
     PASSED,  # the newest epoch that has passed; frames are fenced while it is older than EPOCH
     CACHED_FENCED,  # cached frames that wait for an epoch and for nothing else
-    RULE,  # the ranking rule of the policy (eviction.py)
+    RULE,  # the ranking rule of the policy (eviction_order.py)
     USED_LISTS,  # 1 + the highest list that the rule uses
     INFLATION,  # 1 if the policy's clock is the value of the last victim, 0 if it is TICK
     CLOCK,  # the value of the last victim

@@ -30,8 +30,8 @@ from pagedkv.core.manager import MemoryManager
 from pagedkv.core.state import I32, I64
 from pagedkv.errors import OutOfFrames
 from pagedkv.tiers.level import Level
-from pagedkv.tiers.names import Namer
 from pagedkv.tiers.tier import Job, Key, Op
+from pagedkv.tiers.tier_names import Namer
 
 if TYPE_CHECKING:
     from pagedkv.core.handles import AddressSpace, Plan

@@ -28,9 +28,9 @@ from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.tiers.fetch import Cache, Fetch, Loader
 from pagedkv.tiers.level import Level
-from pagedkv.tiers.names import Namer, fingerprint
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import CLOSING, Key, Op, Tier, TierStats
+from pagedkv.tiers.tier_names import Namer, fingerprint
 from pagedkv.tiers.write_back import WriteBack
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ class Op(enum.Enum):
 class Key(NamedTuple):
     """The name of a page of one layer group, 32 bytes, and the tenant that its memory is charged to.
 
-    The name covers tokens, tenant, salts, layer group, geometry and dtype of the cache, model and rank (names.py).
+    The name covers tokens, tenant, salts, layer group, geometry and dtype of the cache, model and rank (tier_names.py).
     """
 
     name: bytes

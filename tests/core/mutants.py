@@ -202,7 +202,7 @@ FAULTS = (
     ),
     Fault(
         "a cached page behind a mapped one never outlives its prefix: a floor stops at the page before",
-        "pool/eviction.py",
+        "pool/eviction_order.py",
         "        parent = records[parent].parent\n",
         "        parent = -1\n",
         ORDER,
@@ -413,7 +413,7 @@ FAULTS = (
     ),
     Fault(
         "a beam that no other continues is released: it stays",
-        "spaces/reordering.py",
+        "spaces/reorder_index.py",
         "if at not in used], np.int32)",
         "if at < 0], np.int32)",
         "spaces/test_reordering.py",

@@ -10,7 +10,7 @@ import pytest
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import OutOfFrames
-from pagedkv.tiers import DiskTier, HostTier, names
+from pagedkv.tiers import DiskTier, HostTier, tier_names
 from tests.tiers.world import IDS, SIZE, SPEC, Stubborn, World, evicted
 
 FRAMES = 24
@@ -110,8 +110,8 @@ def test_a_prompt_is_hashed_once_though_it_waits_for_another_one_and_looks_again
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hashed: list[int] = []
-    real = names.page_digest
-    monkeypatch.setattr(names, "page_digest", lambda *page: hashed.append(1) or real(*page))
+    real = tier_names.page_digest
+    monkeypatch.setattr(tier_names, "page_digest", lambda *page: hashed.append(1) or real(*page))
     tier = Stubborn("1MiB")
     world = evicted(tier)
     hashed.clear()

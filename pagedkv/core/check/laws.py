@@ -391,7 +391,7 @@ def _check_pin_rows(s: State) -> None:
 
 
 def _check_order(s: State, lists: list[list[int]]) -> None:
-    """Check that each cached page is evicted before its prefix, by one of the three conditions of pool/eviction.py.
+    """Check that each cached page is evicted before its prefix, by one of the conditions of pool/eviction_order.py.
 
     A prefix that is mapped cannot be evicted yet and needs none of them. If group 0 has a window, an earlier page of
     the prefix may be cached, and needs them. A page that goes before its prefix when it is unpinned needs none yet.

@@ -10,7 +10,7 @@ A page is evicted in `evict`.
     └───────────────────────── evict ────────────────────────┘
 
 I1, I2 and I7 hold at every return. free_runs.py chooses which free frame a space gets. The cached frames that are not
-pinned are on the lists of eviction.py.
+pinned are on the lists of eviction_order.py.
 
 Fences. While an epoch is open, work in flight may still read a frame that is dropped. Such a frame gets a pin, and is
 on the list FENCED, with the newest epoch as its `entered` time, until that epoch has passed. If the frame is mapped
@@ -27,7 +27,7 @@ import numpy as np
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import free_runs
 from pagedkv.core.pool.accounts import count
-from pagedkv.core.pool.eviction import (
+from pagedkv.core.pool.eviction_order import (
     MASK,
     OLDEST,
     delist,

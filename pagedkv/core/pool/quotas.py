@@ -23,7 +23,7 @@ import numpy as np
 from pagedkv.core.compiled import inner
 from pagedkv.core.pool import frames
 from pagedkv.core.pool.accounts import number_of, of_space, register
-from pagedkv.core.pool.eviction import foremost
+from pagedkv.core.pool.eviction_order import foremost
 from pagedkv.core.state import (
     EVICTABLE,
     GIVES,

@@ -78,7 +78,9 @@ def test_a_disk_tier_takes_no_file_of_others_and_keeps_its_own_pages(kind: str, 
         evicted(DiskTier(folder, "1MiB")).cache.tiers.close()
         assert modes(folder) == {0o600}
         return
-    with pytest.raises(OSError, match=f"(it is a|it is not a|it belongs|hard links|its mode is|a directory).*pagedkv-tier.{end}"):
+    with pytest.raises(
+        OSError, match=f"(it is a|it is not a|it belongs|hard links|its mode is|a directory).*pagedkv-tier.{end}"
+    ):
         PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")])
     assert other.read_bytes() == PRECIOUS
     assert {name: (folder / name).read_bytes() for name in own} == own
