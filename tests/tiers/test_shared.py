@@ -237,7 +237,7 @@ def test_a_record_that_another_process_stored_first_is_not_deleted() -> None:
     store = Memory(Path())
     one, two = stored(store), world(Second(store.contents))
     two.run(IDS)
-    two.cache.tiers.tiers[0]._mover.drain(300)  # type: ignore[attr-defined]  # the stores have ended, and are not polled
+    two.cache.tiers.tiers[0]._mover.drain(300)  # type: ignore[attr-defined]  # no store is polled
     two.cache.forget()
     closed(one, two)
     assert len(store.contents) == PAGES

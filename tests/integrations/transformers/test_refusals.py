@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,7 +137,8 @@ def test_offloaded_caches_are_refused_wherever_they_are_asked_for(
     for options in in_a_call:
         if not options:
             monkeypatch.setattr(llama.generation_config, "cache_implementation", kind)
-        sentence = sentence_of(lambda given=options: llama.generate(**prompts(8, (0, 2)), **OPTIONS, **given))  # type: ignore[misc]
+        given = {**prompts(8, (0, 2)), **OPTIONS, **options}
+        sentence = sentence_of(partial(llama.generate, **given))
         assert f"cache_implementation is {kind!r}, and pages are not offloaded" in sentence
     assert patched.pool.stats().mapped == 0
     assert '`cache_implementation="offloaded"` and its kin' in SECTION
