@@ -91,7 +91,7 @@ IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
     "a dict of masks": (
         lambda one: forward(one, attention_mask={"full_attention": FOUR}), "custom masks need another cache",
     ),
-    "a mask that shows columns of padding": (
+    "a mask that shows padding of earlier calls": (
         lambda one: second(one, attention_mask=torch.ones(2, 9)), "were padding in the calls before",
     ),
     "masks of other rows": (
