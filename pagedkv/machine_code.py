@@ -47,7 +47,7 @@ class MachineCode:
 
     def __init__(self, sources: Path, numba: Any, what: str) -> None:
         """numba: the package. what: the subject of the line that says what is compiled, and for how long."""
-        self.folder: Path | None = folder_for(sources, _compiler(numba))
+        self.folder: Path | None = _folder_for(sources, _compiler(numba))
         self._sources, self._numba, self._what = sources, numba, what
 
     def keep(self, decorator: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], Any]:
@@ -121,7 +121,7 @@ def _compiler(numba: Any) -> str:
     return f"{sys.version_info[:2]} {numba.__version__} {processor}"
 
 
-def folder_for(sources: Path, compiler: str = "") -> Path | None:
+def _folder_for(sources: Path, compiler: str = "") -> Path | None:
     """Return the folder for functions compiled from the sources below `sources`; None if no folder can be written.
 
     compiler: the versions and the processor that the code is for.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv import machine_code
-from pagedkv.machine_code import MOST_FOLDERS, folder_for
+from pagedkv.machine_code import MOST_FOLDERS, _folder_for
 
 ROOT = Path(__file__).parents[1]
 PLACE = """
@@ -95,7 +95,6 @@ HARDENED = """
 import tempfile
 tempfile.tempdir = "/dev/null/tmp"
 import pagedkv.core, pagedkv.core.compiled as c
-from pagedkv.machine_code import folder_for
 from pagedkv.core.prefix.index import root_parent
 assert c.MACHINE_CODE.folder is None
 print(root_parent(3), c.compiled(lambda x: x + 1)(4))
@@ -114,19 +113,19 @@ def test_code_of_a_read_only_image_is_copied_once(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "image"))
     monkeypatch.setattr(machine_code.tempfile, "tempdir", str(tmp_path))
-    warm = folder_for(tmp_path / "src")
+    warm = _folder_for(tmp_path / "src")
     assert warm is not None
     assert warm.parent == tmp_path / "image/machine-code"
     (warm / "a").mkdir()
     (warm / "a/a.f-1.nbi").write_text("compiled")
     can_write = machine_code._can_write
     monkeypatch.setattr(machine_code, "_can_write", lambda place: "image" not in place.parts and can_write(place))
-    copied = folder_for(tmp_path / "src")
+    copied = _folder_for(tmp_path / "src")
     assert copied is not None
     assert copied.parent.name.startswith("pagedkv-")
     assert (copied / "a/a.f-1.nbi").read_text() == "compiled"
     (copied / "a/a.f-1.nbi").write_text("newer")
-    assert folder_for(tmp_path / "src") == copied
+    assert _folder_for(tmp_path / "src") == copied
     assert (copied / "a/a.f-1.nbi").read_text() == "newer"
 
 
@@ -165,7 +164,7 @@ def test_code_is_copied_from_no_folder_that_others_can_write(tmp_path: Path, mon
     (planted / "a/a.nbi").write_text("planted")
     (planted / "digests.json").write_text(json.dumps(machine_code._digests(tmp_path / "src", "")))
     planted.chmod(0o777)
-    place = folder_for(tmp_path / "src")
+    place = _folder_for(tmp_path / "src")
     assert place is not None
     assert place.parent == tmp_path / "mine/machine-code"
     assert [path.name for path in place.iterdir()] == ["digests.json"]
@@ -179,14 +178,14 @@ def test_folders_of_older_sources_go_when_they_are_many_and_unused(
     folders: list[Path] = []
     for version in range(MOST_FOLDERS + 4):
         (tmp_path / "src/a.py").write_text(f"x = {version}")
-        folders.append(folder_for(tmp_path / "src") or tmp_path)
+        folders.append(_folder_for(tmp_path / "src") or tmp_path)
         age = time.time() - 10_000 + version
         os.utime(folders[-1], (age, age))
     assert len(set(folders)) == MOST_FOLDERS + 4
     assert [folder.exists() for folder in folders] == [False] * 3 + [True] * (MOST_FOLDERS + 1)
     for text in ("y = 1", "z = 1"):
         (tmp_path / "src/b.py").write_text(text)
-        assert folder_for(tmp_path / "src") not in folders
+        assert _folder_for(tmp_path / "src") not in folders
 
 
 def test_text_that_moves_to_the_next_file_is_another_source(tmp_path: Path) -> None:
