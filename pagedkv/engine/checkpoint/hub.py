@@ -7,6 +7,7 @@ for the files that the engine reads and no others: a repository may hold the sam
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -58,8 +59,21 @@ def fetch(model: str, files: tuple[str, ...] = FILES) -> Path:
 
     Raises: CheckpointError if that fails; what was fetched is no snapshot for `find` then
     """
-    with _from_hub(model) as library:
+    with _from_hub(model) as library, _bars(library.utils, shown=files != CONFIG and sys.stderr.isatty()):
         return Path(library.snapshot_download(model, allow_patterns=[*files]))
+
+
+@contextmanager
+def _bars(utils: Any, *, shown: bool) -> Iterator[None]:
+    """Hide the progress bars of huggingface_hub unless they are `shown`: some of them do not ask for a terminal."""
+    hide = not shown and not utils.are_progress_bars_disabled()
+    if hide:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hide:
+            utils.enable_progress_bars()
 
 
 def _library(model: str) -> Any:
