@@ -56,7 +56,7 @@ def _generate(prompting: options.Prompting, sampling: options.Sampling, loading:
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=prompting.as_json) as screen:
-        from pagedkv.cli import conversation  # torch, while other processes compile
+        from pagedkv.cli import conversation  # torch, while another process compiles
         from pagedkv.cli.generate import Job, run
 
         job = Job(source, templating, params, prompting, loading, screen)

@@ -29,7 +29,7 @@ def run(serving: Serving, loading: Loading) -> int:
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=False) as screen:
-        from pagedkv.cli.generate import load  # torch, while other processes compile
+        from pagedkv.cli.generate import load  # torch, while another process compiles
         from pagedkv.engine.serve import process
 
         is_shared = keys is not None and keys.num_tenants > 1  # the shares of tenants bound what waits, not one queue
