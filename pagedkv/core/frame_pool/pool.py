@@ -437,9 +437,9 @@ def _key_row(keys: Keys, key_bytes: int) -> U8:
             return _filled(keys.reshape(-1), key_bytes)
         return _filled(_bytes_of(keys, key_bytes), key_bytes)
     try:
-        are_bytes = set(map(type, keys)) <= {bytes}  # len() of another object may count items of several bytes
-        lengths = set(map(len, keys)) if are_bytes else {memoryview(key).nbytes for key in keys}
-        joined, count = bytearray().join(keys), len(keys)
+        joined, count, lengths = bytearray().join(keys), len(keys), set(map(len, keys))
+        if lengths != {key_bytes} or len(joined) != count * key_bytes:  # len() may count items of several bytes
+            lengths = {memoryview(key).nbytes for key in keys}
     except (TypeError, BufferError):
         raise InvalidRequest(
             f"keys are {keys!r:.60}; give a list of bytes, or an array uint8 [n, {key_bytes}]"

@@ -119,7 +119,7 @@ def free(s: State, frame: int) -> None:
     free_runs.put(s.chunks, s.reg, frame, 1)
 
 
-@inner
+@inlined
 def evict(s: State, account: int) -> int:
     """Free the frame of `account` that the policy evicts first, and return its number; -1 if there is none."""
     frame = victim(s, account)
