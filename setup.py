@@ -132,9 +132,12 @@ class OptionalBuild(build_ext):
                 jobs.append(pool.submit(compile_one, obj, src, ext, cc_args, flags, pp_opts))
 
         def compile_and_wait(*sources: Any, **options: Any) -> list[str]:
-            objects: list[str] = compile_all(*sources, **options)
-            for job in jobs:
-                job.result()
+            try:
+                objects: list[str] = compile_all(*sources, **options)
+                for job in jobs:
+                    job.result()
+            finally:  # after a failure or Ctrl-C, the sources that still wait are not compiled
+                pool.shutdown(cancel_futures=True)
             return objects
 
         self.compiler._compile, self.compiler.compile = with_own_flags, compile_and_wait
@@ -156,6 +159,7 @@ class Commands:
         self.before: dict[str, str] = {}
         if kept and self.FILE.exists():
             self.before = {entry["file"]: entry["command"] for entry in json.loads(self.FILE.read_text())}
+            self.FILE.unlink()  # it does not describe the objects of a build that fails or is interrupted
 
     def flags_of(self, src: str) -> list[str]:
         """Return the flags that only this source has."""

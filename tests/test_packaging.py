@@ -223,6 +223,11 @@ def test_a_checkout_compiles_the_set_of_this_machine_and_later_only_what_changed
     assert "dummy" not in made
     header.touch()
     assert compiled("all") == (3, {"avx2", "avx512", "avx512_bf16"})
+    (fresh / "csrc/cpu/dummy.cpp").write_text("no C++")
+    with pytest.raises(FileNotFoundError):  # the objects may have other flags now
+        compiled()
+    (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
+    assert compiled("all") == (3, {"dummy", "avx2", "avx512", "avx512_bf16"})
 
 
 def test_constraints_name_what_the_tests_need():
