@@ -54,7 +54,7 @@ test: $(STAMPS)/dev ## check, then the tests that take seconds
 	@$(PYTEST)
 
 changed: $(STAMPS)/dev compiled ## the tests of what was edited since a commit (SINCE=HEAD)
-	@$(PYTEST) $$($(BIN)/python -m tests.changed $(SINCE))
+	@files=$$($(BIN)/python -m tests.changed $(SINCE)) || exit 1; $(PYTEST) $$files
 
 test-all: $(STAMPS)/dev ## check, then all tests but those that need a GPU
 	@$(SIDE_BY_SIDE) compiled $(CHECKS)

@@ -29,6 +29,10 @@ def test_an_edit_selects_the_tests_that_reach_it(edit, selected, left_out):
     assert left_out not in found
 
 
+def test_of_removed_files_the_layer_of_a_module_is_left():
+    assert select(["pagedkv/core/removed.py", "tests/core/test_removed.py", "pagedkv/removed.py"]) == {"tests/core"}
+
+
 def test_files_that_are_no_modules_have_tests():
     for prefix, tests in OTHERS.items():
         assert (ROOT / prefix).exists(), prefix
