@@ -34,8 +34,8 @@ from typing import Any, Final
 
 from pagedkv import debug
 
-MOST_FOLDERS: Final = 4
-"""Folders of older sources that are kept: other versions, in other environments, may still use them."""
+MOST_FOLDERS: Final = 16
+"""Other folders that are kept: other versions, environments and processors may still use them."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class MachineCode:
         """numba: the package. what: the subject of the line that says what is compiled, and for how long."""
         self.folder: Path | None = _folder_for(sources, _compiler(numba))
         self._sources, self._numba, self._what = sources, numba, what
+        self._said: set[str] = set()
 
     def keep(self, decorator: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], Any]:
         """Return `decorator(*args, **options)`, which keeps what it compiles in `folder`.
@@ -83,11 +84,14 @@ class MachineCode:
             return "no folder can be written: each process compiles in memory; set PAGEDKV_CACHE_DIR to a folder"
         return f"compiled functions are kept in {self.folder.parent}"
 
-    def say(self, how: str) -> None:
-        """Log, once a process, that functions are compiled. how: what goes on meanwhile."""
-        if self._what:
-            what, self._what = self._what, ""
-            _LOG.warning("compiling %s%s; `pagedkv warm` compiles all at once; %s", what, how, self.place)
+    def say(self, how: str, *, again: bool = False) -> None:
+        """Log, once a process, that functions are compiled; once for each `how` if it is said again.
+
+        how: what goes on meanwhile
+        """
+        if how not in self._said and (again or not self._said):
+            self._said.add(how)
+            _LOG.warning("compiling %s%s; `pagedkv warm` compiles all at once; %s", self._what, how, self.place)
 
 
 class _Locator:
@@ -102,7 +106,8 @@ class _Locator:
         return self
 
     def ensure_cache_path(self) -> None:
-        self._folder.mkdir(exist_ok=True)
+        for place in (self._folder.parent, self._folder):  # another process may have removed them
+            place.mkdir(mode=0o700, exist_ok=True)
 
     def get_cache_path(self) -> str:
         return str(self._folder)

@@ -44,7 +44,7 @@ from pagedkv.core.spaces.opening import Salt
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.kernels import quant, registry
-from pagedkv.kernels.args import KVLayer
+from pagedkv.kernels.args import KVLayer, sides
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.kernels.case import Case, Kernel
 from pagedkv.kernels.ops import gather_kv
@@ -158,7 +158,8 @@ class PagedKVCache(MemoryManager):
         target, held = self[layer], self.specs[self.layer_groups[layer]]
         if held.window is not None and not held.sinks:
             window = options.setdefault("window", held.window)
-            if window is None or (isinstance(window, int) and window > held.window):
+            seen, _ = sides(window)
+            if seen is None or seen > held.window:
                 raise InvalidRequest(
                     f"window is {window}, and the pool keeps {held.window} positions of layer {layer} (KVSpec.window); "
                     "leave window out, or give at most that"

@@ -31,15 +31,16 @@ if hasattr(os, "register_at_fork"):
 
 def begin(code: MachineCode) -> bool:
     """Start the process, unless all functions are on disk or it was started before. Return whether it runs."""
-    is_python = "python" in Path(sys.executable or "").name.lower()
+    is_python = "python" in Path(sys.executable or "").name.lower() and not getattr(sys, "frozen", False)
     may_start = is_python and code.folder is not None and debug.may_compile_in_background()
     if not _compiler and may_start and not code.has(STEP[-1]):
         command = [sys.executable, "-c", _PROGRAM, f"{code.folder}/lock", *sys.path]
         none = subprocess.DEVNULL
         with suppress(OSError):  # this machine allows no further process
-            _compiler.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))
+            own = os.environ | {"PAGEDKV_BACKGROUND": "0"}
+            _compiler.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none, env=own))
             code.say(" in another process; steps run uncompiled meanwhile")
-    return any(process.poll() is None for process in _compiler)
+    return any(process.poll() is None for process in _compiler) and not code.has(STEP[-1])
 
 
 def wait() -> None:
@@ -49,15 +50,20 @@ def wait() -> None:
 
 
 _PROGRAM: Final = """
-import gc, os, sys
+import gc, os, sys, time
 lock, *sys.path = sys.argv[1:]
 if hasattr(os, "nice"):
     os.nice(5)
 try:  # of many processes that start at once, one compiles; the next ones load
     import fcntl, signal
-    signal.alarm(600)  # ends this process, if the lock or the compiler hangs
-    held = open(lock, "a")
-    fcntl.flock(held, fcntl.LOCK_EX)
+    signal.alarm(600)  # ends this process, if the compiler hangs
+    held, end = open(lock, "a"), time.monotonic() + 60  # who has the lock may be stopped
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(0.05)
 except (ImportError, OSError):
     pass
 gc.disable()  # the compiler makes many objects that live: to look for garbage takes a tenth of its time

@@ -101,7 +101,7 @@ class _Outer(CPUDispatcher):
             self._types_active_call.clear()
             return partial(_run_uncompiled, self.py_func)
         if not MACHINE_CODE.has(self.__name__):
-            MACHINE_CODE.say("")
+            MACHINE_CODE.say("", again=self.__name__ in background.STEP)  # the process was stopped
         return super()._compile_for_args(*args, **kws)
 
 
@@ -109,7 +109,7 @@ def _run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     """Run the function of a step in Python as its machine code runs: an interrupt comes before its change, or after it.
 
     An interrupt may end the function anywhere, so it changes copies of the arrays. One call of C functions copies them
-    back. O(frames + used pages)
+    back. O(frames + rows x pages of the longest row)
     """
     mine = [copied(arg) if isinstance(arg, State) else copy(arg) for arg in args]
     with np.errstate(over="ignore"):  # hashes overflow, as they do in machine code

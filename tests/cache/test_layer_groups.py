@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -60,10 +61,9 @@ def test_a_bound_call_has_the_window_of_its_layer_and_no_wider_one() -> None:
         assert torch.equal(cache.attention(layer)(q, batch[layer]), expected)
     narrow = paged_attention(q, cache[0], batch[0], window=3)
     assert torch.equal(cache.attention(0, window=3)(q, batch[0]), narrow)
-    for window in (None, WINDOW + 1):
-        with pytest.raises(
-            InvalidRequest, match=f"window is {window}, and the pool keeps {WINDOW} positions of layer 0"
-        ):
+    for window in (None, WINDOW + 1, (WINDOW, 0), (-1, None), np.int64(WINDOW + 1)):
+        told = re.escape(f"window is {window}, and the pool keeps {WINDOW} positions of layer 0")
+        with pytest.raises(InvalidRequest, match=told):
             cache.attention(0, window=window)
 
 

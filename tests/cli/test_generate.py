@@ -132,6 +132,7 @@ def test_options_reach_the_engine(command):
 def test_the_compiler_is_announced_once_and_never_beside_json(command, monkeypatch, caplog, options):
     monkeypatch.setattr(compiling, "begin_warm_up", lambda: [MACHINE_CODE.say(""), MACHINE_CODE.say("")])
     monkeypatch.setattr(MACHINE_CODE, "_what", "the memory manager")
+    monkeypatch.setattr(MACHINE_CODE, "_said", set())
     assert command("generate", "--prompt", LAMP, *options).status == 0
     assert caplog.text.count("compiling the memory manager; ") == (not options)
     assert ("compiled functions are kept in" in caplog.text) == (not options)
