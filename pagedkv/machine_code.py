@@ -87,7 +87,7 @@ class MachineCode:
     def say(self, how: str, *, again: bool = False) -> None:
         """Log, once a process, that functions are compiled; once for each `how` if it is said again.
 
-        how: what goes on meanwhile
+        how: text on what goes on meanwhile
         """
         if how not in self._said and (again or not self._said):
             self._said.add(how)
