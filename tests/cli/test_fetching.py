@@ -115,14 +115,14 @@ def test_a_download_that_ended_goes_on(command, server):
 
 
 REFUSED = {
-    "generate --model owner/name": "no snapshot of it in the Hugging Face cache HUB; give --fetch, or",
+    "generate --model owner/name": "no whole snapshot of it in the Hugging Face cache HUB; give --fetch, or",
     "serve --model owner/name --port 0": "give --fetch, or fetch it with: hf download owner/name",
     "generate --speculate owner/name": "give --fetch, or fetch it with: hf download owner/name",
-    "generate --model owner/none --fetch": "cannot fetch owner/none from the hub: the hub has no such model, or it is",
-    "generate --model owner/gated --fetch": "cannot fetch owner/gated from the hub: accept its terms at http://127",
+    "generate --model owner/none --fetch": "it cannot be fetched from the hub: the hub has no such model, or it is",
+    "generate --model owner/gated --fetch": "it cannot be fetched from the hub: accept its terms at http://127",
     "generate --model owner/other --fetch": "model_type is 'mamba'; this decoder knows llama",
     "generate --model owner/old --fetch": "owner/old has no weights in safetensors format on the hub",
-    "fit --model owner/none": "cannot fetch owner/none from the hub: the hub has no such model",
+    "fit --model owner/none": "no folder owner/none, and it cannot be fetched from the hub: the hub has no such",
 }
 
 
@@ -137,9 +137,9 @@ def test_a_model_that_cannot_be_fetched_is_refused_in_one_line(command, server, 
 def test_without_a_network_or_the_library_the_line_says_so(command, server, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     ask = ("generate", "--model", "owner/name", "--fetch")
-    assert "cannot fetch owner/name from the hub: ConnectError: [Errno" in command(*ask).err
+    assert "it cannot be fetched from the hub: ConnectError: [Errno" in command(*ask).err
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "cannot fetch owner/name from the hub: HF_HUB_OFFLINE forbids the network" in command(*ask).err
+    assert "it cannot be fetched from the hub: HF_HUB_OFFLINE forbids the network" in command(*ask).err
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "is not installed; give a folder, or install huggingface_hub" in command(*ask).err
 
@@ -148,6 +148,7 @@ def test_a_user_at_a_terminal_is_asked(server, tmp_path, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setenv("HF_ENDPOINT", huggingface_hub.constants.ENDPOINT)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # set by tests/on_gpu for its process
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for answer, shown, status in (
         ("n\n", "hf download owner/name", 2),
