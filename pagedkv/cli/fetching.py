@@ -44,7 +44,7 @@ def _agrees(model: str, num_bytes: int) -> bool:
 def _absent(model: str) -> CheckpointError:
     import huggingface_hub
 
-    where = f"no snapshot of it in the Hugging Face cache {huggingface_hub.constants.HF_HUB_CACHE}"
+    where = f"no whole snapshot of it in the Hugging Face cache {huggingface_hub.constants.HF_HUB_CACHE}"
     return CheckpointError(
         f"there is no folder {model}, and {where}; give --fetch, or fetch it with: hf download {model}"
     )

@@ -9,20 +9,22 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.engine.checkpoint.files import is_plain_name, is_present, read_json
 from pagedkv.errors import CheckpointError
 
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
+_INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = ("config.json",)
 FILES: Final = (
     *CONFIG,
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template.jinja", "model.safetensors.index.json", "model*.safetensors"),
+    *("added_tokens.json", "chat_template.jinja", _INDEX, "model*.safetensors"),
 )
 """Patterns of the files that the engine reads. The last one is that of the weights."""
 
@@ -41,7 +43,19 @@ def find(model: str, files: tuple[str, ...] = FILES) -> Path | None:
         folder = Path(_library(model).snapshot_download(model, local_files_only=True, allow_patterns=[*files]))
     except (OSError, ValueError):
         return None
-    return folder if any(folder.glob(files[-1])) else None  # huggingface_hub before 2 returns a part, too
+    return folder if all(is_present(folder, name) for name in _needed(folder, files)) else None
+
+
+def _needed(folder: Path, files: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names of those of `files` that the engine needs: huggingface_hub may return a part of a snapshot."""
+    yield from (name for name in (*CONFIG, "tokenizer.json") if name in files)
+    if FILES[-1] not in files:
+        return
+    if not is_present(folder, _INDEX):
+        yield "model.safetensors"
+        return
+    with suppress(CheckpointError, AttributeError):  # a damaged index: the engine says so
+        yield from filter(is_plain_name, read_json(folder / _INDEX).get("weight_map", {}).values())
 
 
 def num_bytes(model: str) -> int:
@@ -102,4 +116,4 @@ def _from_hub(model: str) -> Iterator[Any]:
         if library.constants.HF_HUB_OFFLINE:
             reason = "HF_HUB_OFFLINE forbids the network"
         why = known.get(type(error).__name__, f"{reason}; try again, or give a folder")
-        raise CheckpointError(f"cannot fetch {model} from the hub: {why}") from None
+        raise CheckpointError(f"there is no folder {model}, and it cannot be fetched from the hub: {why}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def fetched(cache: Path, *commits: str, main: str | bytes | None) -> Path:
     folder = cache / "models--owner--name"
     for commit in commits:
         (folder / "snapshots" / commit).mkdir(parents=True)
-        (folder / "snapshots" / commit / "model.safetensors").touch()
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (folder / "snapshots" / commit / name).touch()
     if main is not None:
         (folder / "refs").mkdir(parents=True)
         (folder / "refs" / "main").write_bytes(main if isinstance(main, bytes) else main.encode())
@@ -43,9 +45,21 @@ def test_without_a_good_ref_there_is_no_snapshot(cache: Path, main: str | bytes 
 
 def test_a_snapshot_without_weights_is_a_part(cache: Path) -> None:
     snapshots = fetched(cache, "abc", main="abc")
-    (snapshots / "abc" / "model.safetensors").rename(snapshots / "abc" / "config.json")
+    (snapshots / "abc" / "model.safetensors").unlink()
     assert hub.find("owner/name") is None
     assert hub.find("owner/name", hub.CONFIG) == snapshots / "abc"
+
+
+@pytest.mark.parametrize("missing", ["two.safetensors", "tokenizer.json", "config.json"])
+def test_a_snapshot_without_a_file_that_the_engine_needs_is_a_part(cache: Path, missing: str) -> None:
+    folder = fetched(cache, "abc", main="abc") / "abc"
+    (folder / "model.safetensors").rename(folder / "two.safetensors")
+    (folder / "one.safetensors").touch()
+    shards = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
+    assert hub.find("owner/name") == folder
+    (folder / missing).unlink()
+    assert hub.find("owner/name") is None
 
 
 @pytest.mark.parametrize("model", ["", ".", "name", "a/b/c", "/etc/passwd", "../up", "owner/..", "\x1b[2J/a", "é/a"])
