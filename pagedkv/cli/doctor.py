@@ -55,7 +55,8 @@ def _kernels(device: str) -> Table:
 def _facts() -> dict[str, str]:
     """Return the facts that a bug report should contain, by name."""
     installed = {each.name.lower(): each.version for each in distributions() if each.name}
-    (free, total), cores = machine.memory(), len(os.sched_getaffinity(0))
+    free, total = machine.memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "pagedkv": f"{pagedkv.__version__}, debug level {debug.level()}, kernels {debug.forced_backend() or 'auto'}",
         "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else "not compiled: the C++ kernels are not there",

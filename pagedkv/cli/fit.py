@@ -26,10 +26,12 @@ from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.checkpoint.files import read_json
 from pagedkv.engine.checkpoint.fit import WEIGHT_BITS, Footprint, footprint_of_config, footprint_of_numbers
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.spec import STEP_TOKENS, KVSpec
+from pagedkv.spec import STEP_TOKENS, KVSpec, parse_bytes
 
 _READ_BYTES: Final = 1 << 29
 """Bytes that are read, at most, to measure: more than caches hold."""
+_LEAST_BYTES: Final = 1 << 20
+"""With less nothing is measured."""
 _size: Final = partial(size, base=1000)
 _DEFAULT_CONTEXT: Final = 8192
 """Tokens, if neither the user nor a config gives a context."""
@@ -92,7 +94,11 @@ def _weights(text: str | None) -> str | int | None:
     """Return the name of a kind of weights, or their bytes. Raises: InvalidRequest"""
     if text is None or text in WEIGHT_BITS:
         return text
-    return amount(f"--weights, which is {', '.join(WEIGHT_BITS)} or the bytes of all", text)
+    try:
+        return parse_bytes(text)
+    except InvalidRequest:
+        kinds = ", ".join(WEIGHT_BITS)
+        raise InvalidRequest(f"--weights is {text!r}; give {kinds}, or a number of bytes such as 8GiB") from None
 
 
 def _config(path: Path, weights: str | int | None) -> ModelConfig:
@@ -163,12 +169,18 @@ def _memory(given: Fitting) -> tuple[int, int | None]:
     return machine.memory()[0], speed or _bandwidth()
 
 
-def _bandwidth() -> int:
-    """Measure how many bytes a second all cores together read from memory: the best of three passes."""
+def _bandwidth() -> int | None:
+    """Measure how many bytes a second all cores together read from memory: the best of three passes.
+
+    Returns: None if there is no memory to read
+    """
     import numpy as np
 
     size = min(_READ_BYTES, machine.memory()[0] // 4)
-    parts = np.array_split(np.ones(size // 8, np.int64), len(os.sched_getaffinity(0)))
+    if size < _LEAST_BYTES:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = np.array_split(np.ones(size // 8, np.int64), cores)
     seconds = []
     with ThreadPoolExecutor(len(parts)) as pool:
         for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 
@@ -25,5 +26,8 @@ def memory() -> tuple[int, int]:
     free, total = (1024 * int(found.get(name, "0").split()[0]) for name in ("MemAvailable", "MemTotal"))
     limit, used = _text("/sys/fs/cgroup/memory.max"), _text("/sys/fs/cgroup/memory.current")
     if limit.isdigit() and used.isdigit() and int(limit) < total:
-        return min(free, max(0, int(limit) - int(used))), int(limit)
+        # the page cache counts as used; Linux drops its inactive part when memory is asked for
+        cache = re.search(r"^inactive_file (\d+)", _text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+        left = int(limit) - int(used) + (int(cache[1]) if cache else 0)
+        return min(free, max(0, left)), int(limit)
     return free, total

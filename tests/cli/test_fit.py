@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from pagedkv.cli import machine
 from pagedkv.engine.checkpoint import BUNDLED
 
 from . import hostile
@@ -73,6 +74,20 @@ def test_without_options_the_memory_is_that_of_this_machine_and_its_speed_is_mea
     assert "speed" not in shown
     assert "give --bandwidth SIZE" in command("fit", "--memory", "1GB").out
     assert "unknown, counted as none; give --weights SIZE" in command("fit", *TEXTBOOK, "--memory", "1GB").out
+
+
+def test_without_memory_nothing_is_measured_and_what_linux_can_drop_is_free(command, monkeypatch):
+    texts = {"/proc/meminfo": "MemTotal: 4 kB\nMemAvailable: 3 kB", "/sys/fs/cgroup/memory.stat": "inactive_file 500"}
+    texts |= {"/sys/fs/cgroup/memory.max": "2048", "/sys/fs/cgroup/memory.current": "2000"}
+    monkeypatch.setattr(machine, "_text", lambda path: texts.get(path, ""))
+    assert machine.memory() == (548, 2048)
+    found = json.loads(command("fit", "--json").out)
+    assert (found["memory_bytes"], found["memory_bytes_per_s"], found["sequences"]) == (548, None, 0)
+    texts.clear()
+    assert "memory           0 bytes free on this machine" in command("fit").out
+    texts["/proc/meminfo"] = "MemAvailable: 8192 kB"
+    monkeypatch.delattr("os.sched_getaffinity")  # as on macOS
+    assert json.loads(command("fit", "--json").out)["memory_bytes_per_s"] > 0
 
 
 def test_a_folder_its_config_and_the_default_are_one_model(fit, config):
