@@ -46,7 +46,8 @@ def option(metavar: str, words: str, *names: str, panel: str | None = None, **li
     def check(param: typer.CallbackParam, value: Any) -> Any:  # --help would show limits that the framework knows
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, int | float) and not low <= each <= high:
-                wanted = f"at most {high:,}" if each > high else f"at least {low:,}"
+                bound = f"at most {high:,}" if each > high else f"at least {low:,}"
+                wanted = bound if each > high or each < low else "a number"  # nan is no number
                 raise InvalidRequest(f"{max(param.opts, key=len)} is {each}; give {wanted}")
         return value
 

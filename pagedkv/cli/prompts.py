@@ -128,7 +128,7 @@ def _read(text: str | None, path: Path | None, dash: str | None, *, is_chat: boo
     given = [name for name, value in (("--prompt", text), ("--prompt-file", path), ("-", dash)) if value is not None]
     if len(given) > 1:
         raise InvalidRequest(f"{' and '.join(given)} both give a prompt; give one of them")
-    if text is not None:
+    if text not in (None, "-"):
         return Source((_prompt(text, "the prompt"),))
     if path is not None and str(path) != "-":
         if path.suffix == ".jsonl":

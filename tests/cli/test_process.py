@@ -43,7 +43,7 @@ def test_the_demo_is_answered_and_a_shell_that_ignores_ctrl_c_for_its_jobs_is_ob
 def test_a_pipe_is_read_and_an_empty_one_refused(options):
     piped = shell(f"$P generate {options}", input=f"{ASKED}\n")
     assert json.loads(piped.stdout)["text"] == "Otto lives in Ghent."
-    for dash in ("-", "--prompt-file -"):
+    for dash in ("-", "--prompt -", "--prompt-file -"):
         empty = shell(f"$P generate {dash}", input="\n")
         assert (empty.returncode, empty.stdout, empty.stderr) == (2, "", EMPTY)
 

@@ -49,6 +49,7 @@ REFUSED = BEFORE_TORCH | {
     # generate: sampling
     "generate --max-tokens=many": "--max-tokens is 'many'; give an integer",
     "generate --temperature=hot": "--temperature is 'hot'; give a number",
+    "generate --temperature=nan": "--temperature is nan; give a number",
     "generate --repetition-penalty=0": "--repetition-penalty is 0",
     "generate --seed=-1": "--seed is -1; it must be an integer from 0",
     "generate --stop=": "--stop is ''; give a text of at least one character",
@@ -100,7 +101,7 @@ REFUSED = BEFORE_TORCH | {
     f"{NUMBERS} 7 --kv-dtype int4": "must be even",
     f"fit --layers {10**400} --kv-heads 1 --head-dim 8": "--layers is 1000",
     f"fit --block-size {10**400}": "--block-size is 1000",
-    "fit --weights int3": "--weights, which is int8, int4 or the bytes of all: 'int3' is not an amount of memory",
+    "fit --weights int3": "--weights is 'int3'; give int8, int4, or a number of bytes such as 8GiB",
     "fit --memory 1GB --bandwidth 0": "--bandwidth is '0'",
     "fit --memory 1GB --bandwidth fast": "--bandwidth: 'fast' is not an amount",
     "fit --model no/such/folder": "there is no file or folder 'no/such/folder'; give a config with --model",
