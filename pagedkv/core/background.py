@@ -37,8 +37,7 @@ def begin(code: MachineCode) -> bool:
         command = [sys.executable, "-c", _PROGRAM, f"{code.folder}/lock", *sys.path]
         none = subprocess.DEVNULL
         with suppress(OSError):  # this machine allows no further process
-            own = os.environ | {"PAGEDKV_BACKGROUND": "0"}
-            _compiler.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none, env=own))
+            _compiler.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))
             code.say(" in another process; steps run uncompiled meanwhile")
     return any(process.poll() is None for process in _compiler) and not code.has(STEP[-1])
 
