@@ -12,7 +12,7 @@ edit, the folder is another one. The digest costs less than a millisecond an imp
 A new folder takes over the code of each module that an older folder, or one that cannot be written, has for the same
 syntax tree of the module and of the modules that it imports. An edit of a comment or of a docstring compiles nothing.
 
-Nothing is written next to the sources, so an installation may be read-only, and nothing is left when it is removed.
+This file writes nothing next to the sources, so an installation may be read-only, and can be removed without a trace.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def dotted(file: str) -> str:
 
 @cache
 def imports_of_tests() -> dict[str, set[str]]:
-    """Return file of tests → modules that it imports, dotted; a conftest.py counts as imported by its whole folder."""
+    """Return file of tests → modules that it imports; its whole folder counts as importing a conftest.py."""
     found = {}
     for path in sources("tests"):
         source, name = path.read_text(), dotted(str(path.relative_to(ROOT)))
