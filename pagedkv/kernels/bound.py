@@ -184,9 +184,12 @@ class BoundAttention(_BoundCall):
         return Case.of_attention(self._layer, self._rest, *arguments)
 
     def _server(self, case: Case, kernel: Kernel) -> Callable[..., None]:
-        """Return the function that serves calls of `case`; on a GPU, prefills go to the first kernel for prefills."""
+        """Return the function that serves calls of `case`; on a GPU, prefills go to the first kernel for prefills.
+
+        With split_tokens they do not: which kernel serves a sequence must not depend on the rest of its batch.
+        """
         serve = super()._server(case, kernel)
-        if case.device != "cuda":
+        if case.device != "cuda" or self._rest.split_tokens is not None:
             return serve
         known = {kernel: serve}
         by_prefill = {"": serve}

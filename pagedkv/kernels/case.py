@@ -26,7 +26,8 @@ class Case(NamedTuple):
     device_index: which device of its type; None: the current one. A machine may have two kinds of GPUs.
     features: a set of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens",
               "tensor_scale" and "token_head_scale"; for a write, "rope"; for a call on a GPU, "prefill" or
-              "long_prefill" (`prefill_of`): no kernel objects to these, but they change the order of preference.
+              "long_prefill" (`prefill_of`): no kernel objects to these, but they change the order of preference; and
+              "in_pages", to which a kernel objects that would copy the keys first
     """
 
     op: str = "paged_attention"
@@ -105,7 +106,8 @@ class Case(NamedTuple):
             ("non_causal", not options.causal or causal_of is not None),
             ("tree_mask", tree_mask is not None),
         )
-        if q is not None and batch is not None and (prefill := prefill_of(q, *batch)):
+        # with split_tokens, which kernel serves must not depend on the rest of the batch
+        if q is not None and batch is not None and options.split_tokens is None and (prefill := prefill_of(q, *batch)):
             features.add(prefill)
         geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
         if q is None:

@@ -121,6 +121,14 @@ def test_each_kind_of_call_has_its_kernel_which_is_resolved_once(monkeypatch: py
         assert all(torch.equal(out, want) for out in outs)
 
 
+def test_with_split_tokens_one_kernel_serves_prefills_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = bind_attention(CASE.build().layer, split_tokens=16)
+    kernel = attend.kernel
+    assert kernel is not None
+    monkeypatch.setattr(registry, "resolve", None)  # a second choice would fail
+    attend._server(attend._case()._replace(device="cuda"), kernel)
+
+
 @each_way
 def test_values_are_checked_as_soon_as_debugging_asks_for_it(
     prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
