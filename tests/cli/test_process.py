@@ -145,9 +145,9 @@ def test_ctrl_c_at_the_end_is_status_130_or_the_status_of_the_command():
 
 DROPS_AN_INTERRUPT = """
 import ctypes, os, signal, time
-from pagedkv.cli.bench.run import unwind_at_interrupt
+from pagedkv.cli.bench.run import _unwind_at_interrupt
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-unwind_at_interrupt()
+_unwind_at_interrupt()
 callback = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
     callback()

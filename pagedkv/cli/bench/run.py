@@ -54,7 +54,7 @@ def run(name: str, measure: Callable[[Report], None], shown: Shown) -> None:
         rows.append({"bench": name} | row | about)
         record.append(rows[-1:], shown.record, name)
 
-    unwind_at_interrupt()
+    _unwind_at_interrupt()
     measure(keep)
     if shown.as_json:
         print(json.dumps(rows))
@@ -64,7 +64,7 @@ def run(name: str, measure: Callable[[Report], None], shown: Shown) -> None:
         _draw(name, rows, shown.plot)
 
 
-def unwind_at_interrupt() -> None:
+def _unwind_at_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, and raise it again if C code that calls Python, as numba's, drops it.
 
     Before, while a benchmark imports, Ctrl-C ends the process: C++ code of torch would go on with half of numpy.
@@ -138,7 +138,7 @@ def every(*, is_quick: bool, keep: Path | None) -> int:
 
     Its own process gives each its threads and all of the memory. The rows are kept by the benchmarks themselves.
     """
-    unwind_at_interrupt()
+    _unwind_at_interrupt()
     failed = 0
     for name in NAMES:
         why = _why_not(name, is_quick=is_quick)
