@@ -143,9 +143,9 @@ def gather_kv(call: GatherCall) -> None:
 
 
 # do_not_specialize: these numbers change from step to step
-@triton.jit(do_not_specialize=["pages", "M", "prefix"])
+@triton.jit(do_not_specialize=["pages", "M", "prefix", "reach"])
 def _present_kernel(
-    block_table, rows, seq_lens, cu_seqlens_q, table, found, table_row, rows_stride, pages, M, prefix,
+    block_table, rows, seq_lens, cu_seqlens_q, table, found, table_row, rows_stride, pages, M, prefix, reach,
     S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the table of one sequence without its holes, and its row of `found` (see `present`)."""
@@ -168,7 +168,7 @@ def _present_kernel(
         tl.store(table + kept + tl.cumsum(held.to(tl.int32), 0) - 1, frame, mask=held)
         kept += tl.sum(held.to(tl.int32), 0)
         tokens += tl.sum(tl.where(held, here, 0), 0)
-        punched += tl.sum((live & (frame < 0) & (page * S + S > total - new)).to(tl.int32), 0)
+        punched += tl.sum((live & (frame < 0) & (page * S + S > total - new - reach)).to(tl.int32), 0)
     uneven = (prefix >= 0) & ((begin != b * M) | (tokens - new != prefix))
     tl.store(found + b, tokens)
     tl.store(found + B + b, 0)
@@ -178,8 +178,8 @@ def _present_kernel(
 def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
     """Return the tables without holes and, of each sequence: the tokens that are present, 0, and whether it is lost.
 
-    A sequence is lost if a page of its new tokens is a hole. With a `prefix`, it is lost, too, if its new tokens do
-    not begin at token b * max_seqlen_q, or if it has not `prefix` tokens before them.
+    A sequence is lost if a page of its new tokens, or of their windows, is a hole. With a `prefix`, it is lost, too, if
+    its new tokens do not begin at token b * max_seqlen_q, or if it has not `prefix` tokens before them.
 
     Shapes: int32 [B, P], entries past the last page of a sequence hold anything; int32 [3, B]
     """
@@ -189,7 +189,7 @@ def present(call: AttentionCall, prefix: int | None) -> tuple[Tensor, Tensor]:
     _present_kernel[B,](
         call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, table, found, call.block_table.stride(0),
         0 if call.rows is None else call.rows.stride(0), pages, call.max_seqlen_q, -1 if prefix is None else prefix,
-        S=S, BLOCK=1024, num_warps=4,
+        0 if call.window is None else min(call.window - 1, call.max_seqlen_k), S=S, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return table, found
 

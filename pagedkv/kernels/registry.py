@@ -37,10 +37,13 @@ narrow keys (27 cells of `make gpu`). With pages of 128 it is 0.95.
 """
 
 PREFILL_RANKS: Final = {"library": -1, "cuda": 1, "reference": 2}
-"""The ranks of kernels in the order for prefills; 0 for the others. "library" is asked about long prefills only.
+"""The ranks of kernels in the order for prefills; 0 for the others.
 
 Such a call is bound by products, and "cuda" has only those of sm_80. On an H200, "library" did 565 TFLOP/s of a prompt
 of 8192 tokens and 601 of 2048 tokens behind a prefix of 30720, "triton" 294 and 278, "cuda" 117 and 175.
+
+It is also the order for latents (MLA) with more than 32 query heads: "cuda" has 32 of them in a CTA, and reads the keys
+again for the next 32. By a count of instructions, not measured.
 """
 
 GATHER_RANKS: Final = {"cuda": 1, "reference": 2}
@@ -62,17 +65,24 @@ def resolve(case: Case, backend: str | None = None) -> Kernel:
 def in_order(case: Case, kernels: tuple[Kernel, ...] | None = None) -> list[Kernel]:
     """Return the kernels that "auto" asks about `case`, by preference.
 
-    "library" is asked about long prefills only: a copy of all keys would cost any other call more than it gains.
+    "library" is asked about long prefills, and about prefills whose pages it reads: a copy of all keys would cost any
+    other call more than it gains.
     """
     kernels = KERNELS if kernels is None else kernels
     if "long_prefill" not in case.features:
-        kernels = tuple(kernel for kernel in kernels if kernel.name != "library")
+        in_pages = case._replace(features=case.features | {"in_pages"})
+        is_asked = "prefill" in case.features
+        kernels = tuple(k for k in kernels if k.name != "library" or (is_asked and not k.refuse(in_pages)))
     ranks: dict[str, int] = {}
     if case.op == "gather_kv":
         ranks = GATHER_RANKS
-    elif not case.features.isdisjoint(("prefill", "long_prefill")):
+    elif not case.features.isdisjoint(("prefill", "long_prefill")) or _has_many_latent_heads(case):
         ranks = PREFILL_RANKS
     return sorted(kernels, key=lambda kernel: ranks.get(kernel.name, 0))
+
+
+def _has_many_latent_heads(case: Case) -> bool:
+    return (case.head_dim or 0) > 256 and (case.num_heads or 0) > 32 * (case.num_kv_heads or 1)
 
 
 def other_than(name: str, case: Case) -> Kernel:

@@ -1,21 +1,26 @@
-"""The backend "library": plain causal attention by torch's flash attention, on keys gathered from their pages.
+"""The backend "library": causal attention by libraries of torch and vLLM, on keys gathered from their pages or in them.
 
     pages -(_present)-> tables without holes -(gather_kv)-> K, V -(flash attention)-> states -(_store)-> out, lse
 
-It is for long prompts, whose products cost much more than a copy of their keys. "auto" chooses it for these alone
-(registry.py). The other operations go to the kernel that "auto" chooses among all others.
+It is for long prompts, whose products cost much more than a copy of their keys. "auto" chooses it for these, and for
+all prefills whose keys need no copy (registry.py). The other operations go to the kernel that "auto" chooses among all
+others.
 
 The products are made by the first of these that serves the call:
 
-    cuDNN             whole prompts of one length, and one sequence with keys before its new tokens. torch's own check
-                      (can_use_cudnn_attention) says whether cuDNN is there and takes the heads. products.py has the
-                      shapes of its calls.
+    cuDNN             whole prompts of one length; and one sequence with keys before its new tokens, where
+                      FlashAttention 3 does not read the pool. products.py has the shapes of its calls.
+    FlashAttention 3  all other calls in a process of vLLM on Hopper. It reads keys of the queries' dtype in their
+                      pages, without a copy, and takes windows, soft caps and sinks
     FlashAttention 2  all other calls on a GPU; another version where torch.nn.attention has activated it
     CPU               torch's flash attention for the CPU, one sequence at a time, to prove this file
 
 A sequence is doubtful, and another kernel computes it a second time, if
 
-    a page of its new tokens is a hole    other holes are left out of the tables. The new tokens are still the last ones
+    a page of its new tokens, or of       other holes are left out of the tables. The new tokens are still the last
+    their windows, is a hole              ones, and their windows hold the same tokens
+    there are sinks, and one is no        FlashAttention 3 takes sinks in bfloat16, and gives a query without keys the
+    bfloat16, or the sequence is empty    LSE -inf
     a result is NaN, or one of two        0 * NaN is NaN, so a value that is not finite may reach queries that do not
     states is not finite                  see it; and a state with a weight of 0 would not reach queries that see it
     cuDNN was called and its lengths are  cuDNN's mask knows nothing of lengths, and the host knows bounds alone: they
@@ -36,7 +41,7 @@ from torch import Tensor
 from pagedkv.kernels import checks, registry
 from pagedkv.kernels.args import GatherCall, GatherSource
 from pagedkv.kernels.case import Case
-from pagedkv.kernels.library.products import AttentionState, products_of
+from pagedkv.kernels.library.products import AttentionState, is_aligned, products_of
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, WriteCall
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
 LARGEST_HEAD_DIM: Final = 256
 SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "prefill", "long_prefill"})
 """The features of a case that it serves. Scales are multiplied where keys are gathered."""
+_IN_PAGES: Final = frozenset({"window", "softcap", "sinks", "prefill", "long_prefill", "in_pages"})
+"""The features of a case that FlashAttention 3 serves over the pages."""
 
 
 def objections(case: Case) -> list[str]:
@@ -65,9 +72,38 @@ def objections(case: Case) -> list[str]:
         found.append(f"head_dim is {case.head_dim} and head_dim_v {case.head_dim_v}; it takes equal ones")
     elif any(dim % 8 or dim > LARGEST_HEAD_DIM for dim in dims):
         found.append(f"head_dim is {case.head_dim}; it takes multiples of 8 up to {LARGEST_HEAD_DIM}")
-    if others := sorted(case.features - SERVED):
+    served = SERVED | _IN_PAGES if _reads_pages(case) else SERVED
+    if others := sorted(case.features - served):
         found.append(f"it computes causal attention without options; the call has {', '.join(others)}")
     return found
+
+
+def _reads_pages(case: Case) -> bool:
+    """Return whether FlashAttention 3 would read the keys of `case` in their pages: in a process of vLLM, on Hopper.
+
+    fp8 keys need fp8 queries there, and to round the queries is a larger error than the contract allows. With sinks it
+    takes up to 64 heads.
+    """
+    takes = case.kv_dtype in (None, "bfloat16", "float16") and case.features <= _IN_PAGES
+    few = "sinks" not in case.features or (case.num_heads or 0) <= 64
+    is_loaded = case.device == "cuda" and _flash_attention_3() is not None
+    return takes and few and is_loaded and torch.cuda.get_device_capability(case.device_index)[0] == 9
+
+
+def _flash_attention_3() -> Any:
+    """Return the operator of FlashAttention 3 that vLLM loads while it starts, or None."""
+    return getattr(torch.ops._vllm_fa3_C, "fwd", None)
+
+
+def _in_pages(call: AttentionCall) -> bool:
+    """Return whether FlashAttention 3 reads this pool in its pages. It copies 16 bytes at a time."""
+    if _flash_attention_3() is None or not (is_aligned(call.k) and is_aligned(call.v)):
+        return False
+    return _reads_pages(Case.of_attention(call, call, call.q))
+
+
+def _has_options(call: AttentionCall) -> bool:
+    return call.window is not None or call.softcap != 0 or call.sinks is not None
 
 
 class _Present(NamedTuple):
@@ -91,6 +127,8 @@ def paged_attention(call: AttentionCall) -> None:
         checks.table_values(call)
     if not call.q.shape[0] or not call.seq_lens.shape[0] or not call.max_seqlen_q:
         return
+    if _has_options(call) and not _in_pages(call):  # rows of the pool are not aligned
+        return _other(Case.of_attention(call, call, call.q)).paged_attention(call)
     found, states = (_on_cpu if _on_host(call) else _on_gpu)(call)
     _store(call, states, found)
     _repair(call, found.doubtful)
@@ -118,7 +156,8 @@ def _present(call: AttentionCall, prefix: int | None = None) -> _Present:
     first = torch.arange(0, pages * S, S, device=table.device, dtype=torch.int32)
     tokens = (total - first).clamp_(0, S)
     hole = (table < 0) & (tokens > 0)
-    has_new = first + S > total - new.unsqueeze(1)
+    reach = 0 if call.window is None else min(call.window - 1, call.max_seqlen_k)
+    has_new = first + S > total - new.unsqueeze(1) - reach
     order = hole.to(torch.uint8).argsort(stable=True, dim=1)
     lens = tokens.masked_fill(hole, 0).sum(1, dtype=torch.int32)
     doubtful = (hole & has_new).any(1)
@@ -173,14 +212,40 @@ def _gathered(call: AttentionCall, found: _Present) -> tuple[Tensor, Tensor, Ten
 def _on_gpu(call: AttentionCall) -> tuple[_Present, list[AttentionState]]:
     """Return what is there of each sequence, and the states of its new tokens. Rows past the last sequence hold
     anything."""
-    products = products_of(call)
+    in_pages = _in_pages(call)
+    is_plain = call.max_seqlen_k <= call.max_seqlen_q and not _has_options(call)
+    products = products_of(call) if is_plain or not in_pages else None
     if products is not None:
         found = _present(call, products.prefix)
         source = GatherSource(*call[:4], found.table, None, found.lens, found.zeros)
         gather_kv(GatherCall(source, None, products.k, products.v))
         return found, products.states(call.scale)
     found = _present(call)
-    return found, [_flash(call, *_gathered(call, found))]
+    return found, [_flash_in_pages(call, found) if in_pages else _flash(call, *_gathered(call, found))]
+
+
+def _flash_in_pages(call: AttentionCall, found: _Present) -> AttentionState:
+    """Return the state of all new tokens by FlashAttention 3, which reads K and V in their pages.
+
+    Arguments go by the names of the operator's schema, in which versions differ: a name that is not here is None.
+    Modifies: found.doubtful, if there are sinks
+    """
+    sinks = None
+    if call.sinks is not None:
+        sinks = call.sinks.to(torch.bfloat16).contiguous()
+        found.doubtful.masked_fill_((sinks != call.sinks).any() | (found.lens == 0), 1)
+    operator = _flash_attention_3().default
+    q = call.q if is_aligned(call.q) else call.q.clone(memory_format=torch.contiguous_format)
+    left = -1 if call.window is None else min(call.window - 1, call.max_seqlen_k)
+    given = {
+        "q": q, "k": call.k, "v": call.v, "page_table": found.table, "seqused_k": found.lens, "s_aux": sinks,
+        "cu_seqlens_q": call.cu_seqlens_q, "max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k,
+        "softmax_scale": call.scale, "softcap": call.softcap, "is_causal": True, "is_rotary_interleaved": False,
+        "window_size_left": left, "window_size_right": 0, "cp_world_size": 1, "cp_rank": 0, "sm_margin": 0,
+        "num_splits": 0,  # as many as it finds best
+    }  # fmt: skip
+    out, lse, *_ = operator(*(given.get(argument.name) for argument in operator._schema.arguments))
+    return AttentionState(out.unsqueeze(0), lse.t().unsqueeze(0))
 
 
 def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> AttentionState:

@@ -93,7 +93,7 @@ def products_of(call: AttentionCall) -> _Products | None:
     offset = prefix - before
     side = _rounded_up(offset + M)
     rows = max(side, offset + _rounded_up(M)) if before else side
-    is_copied = rows != M or not _is_aligned(call.q)
+    is_copied = rows != M or not is_aligned(call.q)
     queries = call.q.new_empty(B, rows, H, D) if is_copied else call.q.view(B, M, H, D)
     k, v = (call.q.new_empty(B, before + side, K, D) for _ in range(2))
     products = _Products(prefix, before, M, side, queries, k, v)
@@ -104,8 +104,8 @@ def products_of(call: AttentionCall) -> _Products | None:
     return products
 
 
-def _is_aligned(x: Tensor) -> bool:
-    """Return whether each vector of x begins at a multiple of 16 bytes, as cuDNN needs it, if the storage does."""
+def is_aligned(x: Tensor) -> bool:
+    """Return whether each vector of x begins at a multiple of 16 bytes, as libraries need it, if the storage does."""
     return not any(number * x.element_size() % 16 for number in (x.storage_offset(), *x.stride()[:-1]))
 
 
@@ -136,9 +136,19 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Return whether torch would call cuDNN for q [B, H, M, D] and k, v [B, K, N, D]."""
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-    return torch.backends.cuda.can_use_cudnn_attention(params)
+    """Return whether torch's operator of cuDNN takes q [B, H, M, D] and k, v [B, K, N, D].
+
+    torch's own check says no where enable_cudnn_sdp(False) was called, as vLLM does. The operator does not obey this
+    switch. The switch is one of the whole process, so this function does not turn it on for the time of a question:
+    another thread might attend then. It asks for less instead: GPUs and versions for which torch prefers cuDNN, and
+    heads that cuDNN takes on all of them.
+    """
+    if torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+        return torch.backends.cuda.can_use_cudnn_attention(params)
+    is_new = (torch.backends.cudnn.version() or 0) > 91500  # type: ignore[no-untyped-call]
+    is_served = max(q.shape[:2]) < 1 << 16 and q.shape[3] <= 128 and not torch.are_deterministic_algorithms_enabled()
+    return is_new and is_served and torch.cuda.get_device_capability(q.device) in ((9, 0), (10, 0), (10, 3))
 
 
 def _state(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: int, rows: int) -> AttentionState:

@@ -63,9 +63,9 @@ def test_tables_without_holes_are_those_of_torch(
     monkeypatch.setattr(gather._present_kernel, "run", small_blocks(gather._present_kernel.run))
     call = call_of(replace(MIXED, block_size=block_size, rows=rows).build())
     table, choose = call.block_table, torch.Generator().manual_seed(1)
-    for share in (0.0, 0.3, 1.0):
+    for share, window in ((0.0, None), (0.3, None), (0.3, 20), (1.0, 2**40)):
         holes = torch.rand(table.shape, generator=choose) < share
-        batch = call._replace(block_table=torch.where(holes & (table != ABSURD), -1, table))
+        batch = call._replace(block_table=torch.where(holes & (table != ABSURD), -1, table), window=window)
         by_torch, by_kernel = both(batch, prefix)
         assert by_kernel == by_torch
         assert any(lost for *_, lost in by_torch) or not share

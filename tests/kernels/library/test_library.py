@@ -134,12 +134,12 @@ def test_the_library_says_what_it_does_not_do(changes: dict[str, Any], reason: s
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Kernels of a machine with a GPU; those in the set object."""
-    objecting: set[str] = set()
+    """Kernels of a machine with a GPU; those in the set object, and all to a feature in it."""
+    objecting: set[str] = {"in_pages"}
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
 
     def kernel(name: str) -> Kernel:
-        return Kernel(name, ("cuda",), "", lambda case: ["no"] if name in objecting else [])
+        return Kernel(name, ("cuda",), "", lambda case: ["no"] * bool(objecting & {name, *case.features}))
 
     monkeypatch.setattr(registry, "KERNELS", tuple(map(kernel, ("cuda", "triton", "library", "reference"))))
     return objecting
@@ -164,6 +164,12 @@ def test_each_kind_of_call_has_its_order_of_kernels(
         registry._resolve.cache_clear()
         assert registry.resolve(case).name == explain(case).chosen == name
         on_a_gpu.add(name)
+
+
+def test_latents_of_more_than_32_heads_go_to_triton(on_a_gpu: set[str]) -> None:
+    case = cases.Case("paged_attention", "cuda", "bfloat16", head_dim=576, head_dim_v=512, num_kv_heads=1)
+    assert [registry.resolve(case._replace(num_heads=H)).name for H in (32, 33)] == ["cuda", "triton"]
+    assert registry.resolve(case._replace(num_heads=64, head_dim=128, head_dim_v=128)).name == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -192,4 +198,6 @@ def test_a_prefill_is_long_if_its_queries_are_worth_a_copy_of_the_keys(
     with FakeTensorMode(), torch.device("cuda:0"):
         call = typical_call(B=B, n=longest)._replace(q=torch.empty(sum(lens), 32, 128, dtype=torch.bfloat16))
         case = cases.Case.of_attention(call, call, call.q, batch=(call.seq_lens, call.max_seqlen_k))
+        fixed = cases.Case.of_attention(call, call._replace(split_tokens=64), call.q, batch=(call.seq_lens, longest))
     assert case.features == {*features}
+    assert fixed.features == {"split_tokens"}  # one kernel, whatever else is in the batch

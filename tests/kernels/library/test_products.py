@@ -1,11 +1,12 @@
 """The choice between FlashAttention 3, cuDNN and FlashAttention 2 in the backend "library", and the calls of cuDNN.
 
-The code for a GPU runs on the CPU with a stand-in for cuDNN, and with fake tensors of a GPU: shapes, dtypes and
-launches are checked, and a read of a tensor by the host fails.
+The code for a GPU runs on the CPU with stand-ins for cuDNN and FlashAttention 3, and with fake tensors of a GPU:
+shapes, dtypes and launches are checked, and a read of a tensor by the host fails.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagedkv import paged_attention
 from pagedkv.kernels import case as cases
-from pagedkv.kernels import registry
+from pagedkv.kernels import reference, registry
+from pagedkv.kernels.args import AttentionCall
 from pagedkv.kernels.library import backend, products
 from tests.cases import Case, call_of, moved
 from tests.kernels.library.test_library import LIBRARY, NEEDS_A_GPU, ON_A_GPU, PREFILL
@@ -322,6 +324,121 @@ def test_flash_attention_2_serves_decode_with_padding_and_sequences_without_quer
     monkeypatch.setattr(backend, "_flash", FLASH)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     LIBRARY.check(case)
+
+
+def test_cudnn_serves_where_its_switch_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM turns the switch off, which torch's own check obeys and the operator does not."""
+    served = []
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    for gpu, version, dim in (((9, 0), 91900, 128), ((8, 9), 91900, 128), ((9, 0), 91500, 128), ((9, 0), 91900, 136)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, gpu=gpu: gpu)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        q = torch.zeros(2, 8, 128, dim, dtype=torch.bfloat16)
+        served.append(products._cudnn_serves(q, q[:, :2], q[:, :2], True))
+    assert served == [True, False, False, False]
+
+
+# --- FlashAttention 3 of vLLM -----------------------------------------------------------------------------------------
+
+FA3 = (
+    "Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
+    "int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, "
+    "bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, "
+    "Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k"
+)
+"""The arguments of torch.ops._vllm_fa3_C.fwd in vLLM 0.33."""
+READS = backend._reads_pages
+
+
+@pytest.fixture
+def by_fa3(by_cudnn: list[Shape], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Let an operator of vLLM's name and schema compute by the reference; return the arguments of its calls."""
+    calls: list[dict[str, Any]] = []
+
+    def forward(*given: Any) -> list[Any]:
+        x = dict(zip((part.split()[-1] for part in FA3.split(", ")), given, strict=True))
+        calls.append({name: value for name, value in x.items() if value is not None})
+        q, left, sinks = x["q"], x["window_size_left"], x["s_aux"]
+        assert len(x["page_table"]) == len(x["seqused_k"]) == len(x["cu_seqlens_q"]) - 1
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+        reference.paged_attention(
+            AttentionCall(
+                x["k"], x["v"], None, None, x["softmax_scale"], x["is_causal"], None if left < 0 else left + 1, None,
+                x["softcap"], None if sinks is None else sinks.float(), None, None, q, x["page_table"], None,
+                x["seqused_k"], x["cu_seqlens_q"], x["max_seqlen_q"], x["max_seqlen_k"], None, None, out, lse,
+            )
+        )  # fmt: skip
+        return [out, lse.t().contiguous(), q.new_empty(0), q.new_empty(0)]
+
+    registry._resolve.cache_clear()
+    # a hole among new tokens leaves fewer keys than queries; such a sequence is computed again
+    monkeypatch.setattr(reference.checks, "table_values", lambda call: None)
+    with torch.library._scoped_library("_vllm_fa3_C", "DEF") as library:
+        library.define(f"fwd({FA3}) -> Tensor[]")
+        library.impl("fwd", forward, "CPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(backend, "_reads_pages", lambda case: READS(case._replace(device="cuda")))
+        yield calls
+    registry._resolve.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("case", "num_calls"),
+    [
+        (PREFILL, 1),
+        (CHUNK, 1),
+        (SQUARE, 0),  # cuDNN
+        (replace(SQUARE, softcap=5.0), 1),
+        (replace(PREFILL, window=30, punched=True, rows=True, padding=3), 1),
+        (replace(PREFILL, window=30, softcap=5.0, sinks=True, dtype="float16", layout="mixed"), 1),
+        (replace(PREFILL, q_lens=(33, 5), kv_lens=(150, 0), sinks=True, heads=(6, 3), block_size=24), 1),
+        (replace(PREFILL, window=2**40, dims=(80, 80), block_size=1), 1),
+        (replace(PREFILL, kv="fp8_e4m3/tensor"), 0),
+    ],
+    ids=str,
+)
+def test_flash_attention_3_keeps_the_contract(case: Case, num_calls: int, by_fa3: list[Any]) -> None:
+    built = case.build()
+    if case.sinks and case.dtype == "bfloat16":  # no number of the others is one of bfloat16
+        built.options["sinks"] = built.options["sinks"].bfloat16().float()
+    LIBRARY.check(case, built)
+    assert len(by_fa3) == num_calls
+
+
+def test_flash_attention_3_gets_these_arguments(by_fa3: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(PREFILL, window=30, softcap=5.0, sinks=True)
+    (built := case.build()).options["sinks"] = torch.arange(8.0)
+    monkeypatch.setattr(backend, "_other", None)  # a second computation would fail
+    LIBRARY.check(case, built)
+    tensors = {name: value for name, value in by_fa3[0].items() if isinstance(value, torch.Tensor)}
+    assert {name: value for name, value in by_fa3[0].items() if name not in tensors} == {
+        "max_seqlen_q": 33, "max_seqlen_k": 150, "softmax_scale": 0.125, "is_causal": True, "window_size_left": 29,
+        "window_size_right": 0, "softcap": 5.0, "is_rotary_interleaved": False, "num_splits": 0, "sm_margin": 0,
+        "cp_world_size": 1, "cp_rank": 0,
+    }  # fmt: skip
+    assert set(tensors) == {"q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "s_aux"}
+    assert tensors["k"].data_ptr() == built.layer.k.data_ptr()
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_pool_that_is_not_aligned_is_not_read_by_flash_attention_3(window: int | None, by_fa3: list[Any]) -> None:
+    case = replace(PREFILL, window=window)
+    built = case.build()
+    k = torch.full((built.layer.k.numel() + 4,), torch.nan, dtype=built.layer.k.dtype)[4:]
+    k = k.as_strided(built.layer.k.shape, built.layer.k.contiguous().stride(), 4).copy_(built.layer.k)
+    LIBRARY.check(case, built._replace(layer=replace(built.layer, k=k)))
+    assert not by_fa3
+
+
+@pytest.mark.usefixtures("by_fa3")
+def test_all_prefills_go_to_flash_attention_3_where_it_reads_the_pages() -> None:
+    case = cases.Case(dtype="bfloat16", kv_dtype="bfloat16", features=frozenset({"prefill", "window"}))
+    others: list[dict[str, Any]] = [{"kv_dtype": "fp8_e4m3"}, {"features": frozenset({"prefill", "alibi_slopes"})}]
+    firsts = [registry.in_order(case._replace(**other))[0].name == "library" for other in [{}, *others]]
+    assert firsts == [True, False, False]
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
