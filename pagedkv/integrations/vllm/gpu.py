@@ -41,6 +41,11 @@ class PagedGpuBackend(PagedBackend, AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return True: keys are cut at fixed positions then. On a CPU vLLM itself has no kernels for it."""
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         """Return True: decoders without a causal mask are served."""
         return True

@@ -17,7 +17,9 @@ from tests.integrations.vllm.host.engines import MODELS, generate, model_in, pro
 LAYER: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
 
 
-def test_a_layer_stores_and_attends_in_its_window() -> None:
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_layer_stores_and_attends_in_its_window(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     layer = PagedGpuImpl(4, 16, 0.25, num_kv_heads=2, alibi_slopes=[0.0] * 4, sliding_window=1)
     cache, slots = torch.full((4, 2, 8, 32), torch.nan), torch.tensor([8, 9])
     k = torch.ones(2, 2, 16)
@@ -38,6 +40,8 @@ def test_a_layer_stores_and_attends_in_its_window() -> None:
     args = (LAYER, torch.randn(3, 4, 16), k, v, cache, builder.build(0, common), out)
     layer.forward(*args)
     assert [row.unique().tolist() for row in out] == [[3.0], [5.0], [0.0]]
+    (attend,) = (call for kind, call in layer._pages._calls.items() if kind is True)
+    assert attend._rest.split_tokens == (512 if invariant else None)
     with pytest.raises(InvalidRequest, match="quantised"):
         layer.forward(*args, output_scale=torch.ones(()))
     assert layer.forward(LAYER, *args[1:5], None, out) is out
@@ -46,6 +50,7 @@ def test_a_layer_stores_and_attends_in_its_window() -> None:
 def test_the_backend_is_a_whole_one() -> None:
     assert PagedGpuBackend.get_name() == "CUSTOM"
     assert PagedGpuBackend.supports_sink()
+    assert PagedGpuBackend.supports_batch_invariance()
     assert PagedGpuBackend.supports_block_size(16)
     assert not PagedGpuBackend.supports_block_size(12)
     assert PagedGpuBackend.get_impl_cls() is PagedGpuImpl
