@@ -25,7 +25,7 @@ BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8_e4m3": 8, "fp8
 """Bits of one stored element. The last four are quantised: a float32 scale is kept beside each (token, head)."""
 
 KINDS: Final = {name: kind for kind, name in enumerate(BITS)}
-"""The number of each dtype in kernels: csrc/cuda/elements.cuh, csrc/cpu/contract.hpp, kernels/numba/elements.py."""
+"""The number of each dtype in kernels: csrc/cuda/elements.cuh, csrc/cpu/call.hpp, kernels/numba/elements.py."""
 
 COMPUTE_DTYPES: Final = ("float32", "bfloat16", "float16")
 ALIGNMENT: Final = 64

@@ -1,7 +1,7 @@
 // From a call to units of work, and from units to threads: see schedule.cpp.
 #pragma once
 
-#include "contract.hpp"
+#include "call.hpp"
 
 namespace pagedkv {
 

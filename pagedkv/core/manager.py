@@ -307,7 +307,7 @@ class MemoryManager(ThreadGuard):
         keep_planned: whether the others stay planned instead. The plan then begins behind the tokens that were kept
                 (`plan.starts`, `plan.remaining`) and stays outstanding until all its tokens are committed, a commit
                 rolls the rest back, or abort does. Its slots stay what they were, and its copies count as made. A fetch
-                from tiers commits its pages so.
+                from tiers (tiers/fetch.py) commits its pages so.
         Raises: PlanConflict if the plan is settled, if an older plan of a space is not, or if a newer plan follows
                 tokens that are rolled back; InvalidRequest if the numbers do not fit. Nothing was changed then.
         """

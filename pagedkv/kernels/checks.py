@@ -1,5 +1,5 @@
-"""The checks of a call's arguments. An error names the argument in the letters of the contract, with one text for all
-backends.
+"""Kernels rely on these checks of a call's arguments. An error names the argument in the letters of the contract,
+with one text for all backends.
 
 Shapes, dtypes, devices and strides are always checked: that costs no device synchronisation. Values (slots inside the
 pool, lengths inside the tables, entries that name frames) are always checked on the CPU, by the kernels; on another

@@ -497,7 +497,7 @@ FAULTS = (
     ),
     Fault(
         "victims changes nothing: a frame that it unlinks stays unlinked",
-        "pool/frames.py",
+        "pool/eviction.py",
         "            s.frames[s.frames[frame].newer].older = frame\n",
         "            pass\n",
         POOL_LAWS,
@@ -505,8 +505,8 @@ FAULTS = (
     Fault(
         "victims are those of quotas: protected shares are not looked at",
         "pool/quotas.py",
-        "                aside[evicted] = frames.set_aside(s, account)\n",
-        "                aside[evicted] = frames.set_aside(s, np.int64(0))\n",
+        "                aside[evicted] = eviction.set_aside(s, account)\n",
+        "                aside[evicted] = eviction.set_aside(s, np.int64(0))\n",
         POOL_LAWS,
     ),
     Fault(

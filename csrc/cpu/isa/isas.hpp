@@ -1,7 +1,7 @@
 // The instruction sets that were compiled.
 #pragma once
 
-#include "contract.hpp"
+#include "call.hpp"
 
 namespace pagedkv {
 

@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "contract.hpp"
+#include "call.hpp"
 #include "tensors.hpp"
 
 namespace pagedkv {

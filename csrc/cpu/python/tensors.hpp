@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <string>
 
-#include "contract.hpp"
+#include "call.hpp"
 
 namespace pagedkv {
 

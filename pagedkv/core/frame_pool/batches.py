@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.frame_pool.packed import Packed, unpacked, words_of
-from pagedkv.core.pool import frames, free_runs, quotas
+from pagedkv.core.pool import eviction, frames, free_runs, quotas
 from pagedkv.core.prefix import index
 from pagedkv.core.state import (
     CACHED,
@@ -96,7 +96,7 @@ def _make_room(s: State, wanted: int, account: int) -> int:
     if wanted > s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE]:
         return SHORT
     if len(s.reg) == NUM_REGISTERS:
-        frames.reclaim(s, wanted)
+        eviction.reclaim(s, wanted)
         return OK
     if quotas.measure_one(s, account, wanted) >= 0:
         return OVER_QUOTA
@@ -315,7 +315,7 @@ def victims(packed: Packed, found: I32, reg: I64) -> int:
     """
     s = unpacked(packed)
     count = quotas.evict_frames(s, len(found), found) if len(found) else 0
-    frames.put_back(s, found[:count], reg)
+    eviction.put_back(s, found[:count], reg)
     return count
 
 

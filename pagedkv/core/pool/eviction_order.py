@@ -1,6 +1,6 @@
-"""Eviction: rank cached frames on lists, and choose the next victim. Compiled functions over the lists in `State`.
+"""Eviction order: rank cached frames on lists, and choose the next victim. Compiled functions over `State`.
 
-This file evicts no frame: frames.evict takes the victim off its list, out of the index, and frees it. core/policies.py
+This file evicts no frame: eviction.py takes the victim off its list, out of the index, and frees it. core/policies.py
 sets the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last reference is dropped,
 the policy ranks the frame for a list. The frame enters the list with the clock of that moment as its `entered` time.
 Each list offers its oldest frame; the victim is the offered frame with the smallest sum

@@ -1,13 +1,11 @@
 """Frames: the status of each frame, and the calls that change it. It knows no sequences and no tensors.
 
-A page is evicted in `evict`.
-
             take                  drop to 0, published
    FREE ───────────▶ MAPPED ───────────────────────────▶ CACHED
     ▲                 │  ▲                                │  │
     └─────────────────┘  └──────────── share ─────────────┘  │
     ▲   drop to 0 (by way of RETIRED while pinned)           │
-    └───────────────────────── evict ────────────────────────┘
+    └────────────────── evict (eviction.py) ─────────────────┘
 
 I1, I2 and I7 hold at every return. free_runs.py chooses which free frame a space gets. The cached frames that are not
 pinned are on the lists of eviction_order.py.
@@ -22,8 +20,6 @@ A function that runs for each frame of a step is inlined: a call passes the 80 w
 
 from __future__ import annotations
 
-import numpy as np
-
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import free_runs
 from pagedkv.core.pool.accounts import count
@@ -37,7 +33,6 @@ from pagedkv.core.pool.eviction_order import (
     leave,
     raise_floor,
     rank,
-    victim,
 )
 from pagedkv.core.prefix import index
 from pagedkv.core.state import (
@@ -46,12 +41,9 @@ from pagedkv.core.state import (
     CACHED,
     CACHED_FENCED,
     EPOCH,
-    EVICTED,
-    EVICTIONS,
     FENCED,
     FIRST_LIST,
     FREE,
-    I32,
     I64,
     MAPPED,
     NIL,
@@ -117,56 +109,6 @@ def free(s: State, frame: int) -> None:
         index.remove(s, frame)
     vacate(s.frames, s.reg, frame)
     free_runs.put(s.chunks, s.reg, frame, 1)
-
-
-@inlined
-def evict(s: State, account: int) -> int:
-    """Free the frame of `account` that the policy evicts first, and return its number; -1 if there is none."""
-    frame = victim(s, account)
-    if frame != NIL:
-        delist(s.frames, s.reg, frame)
-        index.remember(s, frame)
-        s.reg[NUM_CACHED] -= 1
-        s.reg[EVICTIONS] += 1
-        count(s.frames, s.reg, frame, EVICTED, 1)
-        free(s, frame)
-    return frame
-
-
-@inner
-def set_aside(s: State, account: int) -> int:
-    """Unlink the frame of `account` that is evicted next from its list, and return its number; -1 if there is none.
-
-    The frame is not evicted: `put_back` restores what this function modifies.
-    """
-    frame = victim(s, account)
-    if frame != NIL:
-        place = s.frames[frame].place
-        delist(s.frames, s.reg, frame)
-        s.frames[frame].place = place
-        count(s.frames, s.reg, frame, USED, -1)
-    return frame
-
-
-@inner
-def put_back(s: State, aside: I32, reg: I64) -> None:
-    """Link the frames `aside`, in the order in which `set_aside` returned them, to their lists again.
-
-    reg: int64 [registers], the registers as they were before the first of them was set aside
-    """
-    for i in range(len(aside) - 1, -1, -1):
-        frame = aside[i]
-        if s.frames[frame].newer != NIL:
-            s.frames[s.frames[frame].newer].older = frame
-    for register in range(len(reg)):
-        s.reg[register] = reg[register]
-
-
-@inner
-def reclaim(s: State, wanted: int) -> None:
-    """Evict until `wanted` frames are free; for pools without quotas. The caller has checked that there are enough."""
-    while s.reg[NUM_FREE] < wanted:
-        evict(s, np.int64(0))
 
 
 @inlined

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagedkv.core.compiled import inner
-from pagedkv.core.pool import frames
+from pagedkv.core.pool import eviction
 from pagedkv.core.pool.accounts import number_of, of_space, register
 from pagedkv.core.pool.eviction_order import foremost
 from pagedkv.core.state import (
@@ -121,7 +121,7 @@ def evict_frames(s: State, wanted: int, aside: I32) -> int:
         while evicted < wanted and givable(s) > 0:
             account = _next_account(s)
             if len(aside):
-                aside[evicted] = frames.set_aside(s, account)
+                aside[evicted] = eviction.set_aside(s, account)
                 s.reg[register(account, GIVES)] -= 1
             else:
                 _evict_of(s, account)
@@ -134,7 +134,7 @@ def _evict_in_order(s: State, wanted: int, aside: I32) -> int:
     """Do the same for a pool without accounts."""
     evicted = 0
     while evicted < wanted:
-        frame = frames.set_aside(s, np.int64(0)) if len(aside) else frames.evict(s, np.int64(0))
+        frame = eviction.set_aside(s, np.int64(0)) if len(aside) else eviction.evict(s, np.int64(0))
         if frame < 0:
             break
         if len(aside):
@@ -145,7 +145,7 @@ def _evict_in_order(s: State, wanted: int, aside: I32) -> int:
 
 @inner
 def _evict_of(s: State, account: int) -> None:
-    frames.evict(s, account)
+    eviction.evict(s, account)
     s.reg[register(account, GIVES)] -= 1
 
 

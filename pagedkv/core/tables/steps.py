@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from pagedkv.core.compiled import compiled, inlined, inner
-from pagedkv.core.pool import frames, free_runs, quotas
+from pagedkv.core.pool import eviction, frames, free_runs, quotas
 from pagedkv.core.pool.accounts import of_space
 from pagedkv.core.state import (
     ABORTED,
@@ -191,7 +191,7 @@ def plan_step(s: State, asids: I32, counts: I64, longs: I64, ints: I32) -> tuple
     if len(s.reg) > NUM_REGISTERS:
         quotas.reclaim(s, where)
     else:
-        frames.reclaim(s, where)
+        eviction.reclaim(s, where)
     _split_tails(s, asids, split, splits)
     _map_tokens(s, asids, counts, longs, ints)
     longs[STATUS], longs[NUM_COPIES] = OUTSTANDING, num_copies

@@ -71,7 +71,7 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding of a layer. The formulas in `rope.py` explain the fields."""
+    """The rotary embedding of a layer. The formulas in `rope_angles.py` explain the fields."""
 
     kind: str = "default"
     theta: float = 10_000.0

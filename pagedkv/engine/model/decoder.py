@@ -27,7 +27,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.cache.devices import device_of
 from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.checkpoint.weights import Weights, load_weights
-from pagedkv.engine.model.rope import Rotary
+from pagedkv.engine.model.rope_angles import Rotary
 from pagedkv.engine.model.streaming import FarBatches, SinkAttention
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear, quant

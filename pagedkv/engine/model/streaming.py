@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.engine.checkpoint.config import ModelConfig
-    from pagedkv.engine.model.rope import Rotary
+    from pagedkv.engine.model.rope_angles import Rotary
     from pagedkv.kernels.bound import BoundAttention
 
 LONGEST: Final = 2**20

@@ -23,7 +23,7 @@ MOST_TOKENS: Final = 32
 """Beyond it torch's matrix products are faster: arithmetic is the limit, no longer memory."""
 
 _MODES: Final = {"store": 0, "logits": 0, "add": 1, "silu": 2, "gelu_tanh": 3}
-"""Linear::Mode of csrc/cpu/contract.hpp."""
+"""Linear::Mode of csrc/cpu/call.hpp."""
 
 
 def objections(device: torch.device, dtype: torch.dtype, num_tokens: int) -> list[str]:

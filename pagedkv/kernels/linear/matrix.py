@@ -21,7 +21,7 @@ from torch import Tensor
 from pagedkv.kernels import quant
 
 GROUP: Final = 64
-"""Columns that share a scale; as in csrc/cpu/contract.hpp."""
+"""Columns that share a scale; as in csrc/cpu/call.hpp."""
 
 KINDS: Final = ("int8", "int4")
 """The integers; int4 has two of them in a byte."""

@@ -12,7 +12,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagedkv.engine.checkpoint.config import ModelConfig, RopeConfig
-from pagedkv.engine.model.rope import Rotary
+from pagedkv.engine.model.rope_angles import Rotary
 from pagedkv.errors import CheckpointError
 from tests.engine.conftest import LLAMA3, YARN
 

@@ -1,5 +1,5 @@
-// The contract between the parts of the CPU backend: a call, a unit of its work, the functions of one instruction set.
-// Plain data only. pagedkv/kernels/checks.py, which python/binding.hpp reads, says what a call from Python keeps.
+// A call of the CPU backend as plain data: the call, a unit of its work, the functions of one instruction set.
+// Kernels rely on the checks of pagedkv/kernels/checks.py; python/binding.hpp reads its table.
 //
 // Every instruction set's source includes this header, so it holds no function with a body that could be shared: if the
 // linker handed a copy compiled for AVX-512 to the portable code, an old machine would meet an illegal instruction.
