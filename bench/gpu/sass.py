@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import compiler
-from pagedkv.kernels.cuda.specialisation import CLASSES, KeyLayout, specialise
+from pagedkv.kernels.cuda.specialisation import AttentionSpecialisation, KeyLayout, RowClass, specialise
 from pagedkv.spec import KINDS
 
 _INSTRUCTION: Final = re.compile(r"\s+/\*([0-9a-f]{4,6})\*/\s+(.*);")
@@ -340,18 +340,25 @@ def cycles(code: Sequence[str], warps: int) -> float:
     return (ended[-1] - ended[SKIPPED * warps - 1]) / (TILES - SKIPPED)
 
 
+def work_of(kernel: AttentionSpecialisation) -> dict[str, int]:
+    """Return how many products, copies and look-ups a warp of a decode kernel issues for a tile of keys."""
+    dims, runs = (kernel.head_dim, kernel.head_dim_v), kernel.tile // 16
+    products = sum(dims) // 16 * kernel.tile // (16 if kernel.keys_as_rows else 8)
+    copies = kernel.tile * sum(map(kernel.row_bytes, dims)) // kernel.copy // 32 + kernel.token_scales * runs
+    return {PRODUCT: products, COPY: copies, LOOK_UP: runs}
+
+
 def counted(kv: str, arch: str = "sm_90") -> dict[str, Any]:
     """Return the counts of a decode kernel of `cuda`: bfloat16 queries, heads of 128, pages of 16, scales per token.
 
     Raises: InvalidRequest if there is no compiler or no nvdisasm, or no loop that does the work of a tile.
     """
     keys = KeyLayout(token_scales=int(kv != "bfloat16"), page_runs=2)
-    kernel = specialise((KINDS["bfloat16"], KINDS[kv]), (128, 128), CLASSES[0], keys, compiler.ARCHITECTURES[arch])
+    kinds, dims = (KINDS["bfloat16"], KINDS[kv]), (128, 128)
+    kernel = specialise(kinds, dims, RowClass.of(kinds, dims)[0], keys, compiler.ARCHITECTURES[arch])
     cubin, log = compiler.compile_cubin(kernel.name, kernel.macros, arch)
-    copies = 2 * kernel.tile * kernel.row_bytes(128) // kernel.copy // 32 + keys.token_scales * kernel.tile // 16
-    needed = {PRODUCT: 16 * kernel.tile // 8, COPY: copies, LOOK_UP: kernel.tile // 16}
     code = parsed(disassembled(cubin))
-    tile = steady_tile(code, needed)
+    tile = steady_tile(code, work_of(kernel))
     way = [i.text for i in tile]
     warps = max(1, kernel.blocks * kernel.threads // 128)
     wanted = {"registers": r"(\d+) registers", "spilt": r"(\d+) bytes spill stores"}

@@ -44,36 +44,26 @@ DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u3
     const u32 lane = ptx::thread_index() % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const u32 row = first_row + (lane >> 2) + 8 * r;
-        float l = state.l[r];
-        l += ptx::shuffle_xor(l, 1);
-        l += ptx::shuffle_xor(l, 2);
-        if ((lane & 3) == 0 && part == 0) {
+        const u32 row = first_row + row_of_lane(lane, r);
+        const float l = over_keys(state.l[r], [](float x, float y) { return x + y; });
+        if ((lane & KEY_LANES) == 0 && part == 0) {
             ptx::shared_write(base + TEAM_STATS_AT + 4 * (team * ROWS + row), state.m[r]);
             ptx::shared_write(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row), l);
         }
         const float inverse = ptx::as_float((254u << 23) - ptx::as_bits(state.unit));
-        const auto sum = [&](int n, int c) { return state.o[n][2 * r + c] * (FIRST_UNIT == 1.0f ? 1.0f : inverse); };
+        const auto bits = [&](float x) { return ptx::as_bits(x * (FIRST_UNIT == 1.0f ? 1.0f : inverse)); };
         const u32 at = base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * part * DV_PART;
-        if constexpr (Elements::LDMATRIX) {
-#pragma unroll
-            for (int n = 0; n < VALUE_TILES; ++n) {
-                const u64 high = ptx::as_bits(sum(n, 1));
-                ptx::shared_write(at + 4 * column_of(n, 0, lane), high << 32 | ptx::as_bits(sum(n, 0)));
+        for_columns(state.o, r, lane, [&](u32 column, const auto& x) {
+            constexpr int N = sizeof x / sizeof x[0];
+            if (VALUE_TILES * TILE_KEYS > DV_PART && column >= DV_PART) return;
+            if constexpr (N == 1) {
+                ptx::shared_write(at + 4 * column, bits(x[0]));
+            } else if constexpr (N == 2) {
+                ptx::shared_write(at + 4 * column, static_cast<u64>(bits(x[1])) << 32 | bits(x[0]));
+            } else {
+                ptx::shared_write(at + 4 * column, Words4{bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3])});
             }
-        } else {
-#pragma unroll
-            for (int n = 0; n < VALUE_TILES; n += 4) {
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const float four[4] = {sum(n, c), sum(n + 1, c), sum(n + 2, c), sum(n + 3, c)};
-                    const u32 column = column_of(n, c, lane);
-                    if (VALUE_TILES * 8 == DV_PART || column < DV_PART) {
-                        ptx::shared_write(at + 4 * column, words_of(four));
-                    }
-                }
-            }
-        }
+        });
     }
 }
 
@@ -143,12 +133,18 @@ DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 colu
 // Return the scale of all values, or 1 if values have scales per token or none.
 DEVICE float value_scale(const AttentionParams& p) { return !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f; }
 
+// Return how many rows of a tile the unit has.
+DEVICE i32 rows_of(const Unit& unit, i32 group) {
+    const i32 left = unit.queries * group - unit.tile * ROWS;
+    return left < ROWS ? left : ROWS;
+}
+
 // Call `use(quad, row, column, token, head)` for each four columns of this thread. Rows past the unit's last query are
 // left out.
 template <class Use> DEVICE void for_quads(const Unit& unit, i32 group, u32 thread, Use use) {
-    const i32 left = unit.queries * group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
+    const u32 num_quads = static_cast<u32>(rows_of(unit, group)) * (DV / 4);
 #pragma unroll 1
-    for (u32 quad = thread; quad < static_cast<u32>(num_rows) * (DV / 4); quad += THREADS) {
+    for (u32 quad = thread; quad < num_quads; quad += THREADS) {
         const u32 row = quad / (DV / 4), column = quad % (DV / 4) * 4;
         const UnitRow at = unit_row(unit, group, unit.tile * ROWS + static_cast<i32>(row));
         use(quad, row, column, static_cast<i64>(unit.first_query) + at.query, unit.head * group + at.head);
@@ -165,8 +161,7 @@ DEVICE void merge_unit(const AttentionParams& p, const Unit& unit, i32 group, co
     constexpr i32 AT_ONCE = (SHARED_BYTES - STAGES_AT) / (16 * THREADS + STATS);
     static_assert(AT_ONCE >= 2, "the stages hold two pieces or more");
     const u32 o_at = base + STAGES_AT + 16 * thread, stats_at = base + STAGES_AT + 16 * THREADS * AT_ONCE;
-    const i32 left = unit.queries * group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
-    const u32 num_quads = static_cast<u32>(num_rows) * (DV / 4);
+    const u32 num_quads = static_cast<u32>(rows_of(unit, group)) * (DV / 4);
     const i64 step = pieces.step * PartialState::SIZE;
 #pragma unroll 1
     for (u32 first = 0; first < num_quads; first += THREADS) {

@@ -41,9 +41,11 @@ struct ThreadRole {  // what this thread works on
 DEVICE void spoil(State& state, u32 marks, u32 lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (!ptx::shared_read<u32>(marks + 4 * ((lane >> 2) + 8 * r))) continue;
+        if (!ptx::shared_read<u32>(marks + 4 * row_of_lane(lane, r))) continue;
 #pragma unroll
-        for (int n = 0; n < VALUE_TILES; ++n) state.o[n][2 * r] = state.o[n][2 * r + 1] = ptx::as_float(0x7fc00000u);
+        for (int n = 0; n < VALUE_TILES; ++n) {
+            state.o[n][element_of(r, 0)] = state.o[n][element_of(r, 1)] = ptx::as_float(0x7fc00000u);
+        }
     }
 }
 
@@ -86,7 +88,6 @@ DEVICE u64 read_query(const AttentionParams& p, const u8* row, i32 column, bool 
 struct LaneQueries {
     static constexpr i32 QUADS = (D / 4 + 31) / 32;
     u64 bits[QUADS];
-    bool there;
 };
 
 // Whether a lane has registers for them while it fetches the first keys.
@@ -94,41 +95,47 @@ constexpr bool READS_EARLY = Elements::SCALED_QUERIES && LaneQueries::QUADS == 1
 
 DEVICE LaneQueries read_queries(const AttentionParams& p, const Unit& unit, i32 group, i32 row, u32 lane) {
     LaneQueries mine;
-    const u8* from = query_at(p, unit, group, row, mine.there);
-    mine.there = mine.there && row < ROWS;
+    bool there;
+    const u8* from = query_at(p, unit, group, row, there);
+    there = there && row < ROWS;
 #pragma unroll
     for (i32 quad = 0; quad < LaneQueries::QUADS; ++quad) {
         const i32 column = 4 * (32 * quad + static_cast<i32>(lane));
-        mine.bits[quad] = read_query(p, from, column, mine.there && column < D);
+        mine.bits[quad] = read_query(p, from, column, there && column < D);
     }
     return mine;
 }
 
 // Copy the unit's bf16 queries into shared memory as f16: each row times the power of two that brings its largest
 // finite element to [2^14, 2^15). A warp takes a row, whose elements are `mine`, and reads its next row meanwhile. The
-// inverse of the power is stored for the scores. Rows past the unit's last query become zeros.
+// inverse of the power is stored for the scores. Rows past the unit's last query become zeros, while others are read.
 DEVICE void load_scaled_queries(LaneQueries mine, const AttentionParams& p, const Unit& unit, i32 group,
                                 const ThreadRole& me) {
     constexpr i32 QUADS = LaneQueries::QUADS, WARPS = THREADS / 32;
+    const i32 num_rows = rows_of(unit, group);
 #pragma unroll 1
-    for (i32 row = static_cast<i32>(me.thread / 32); row < ROWS; row += WARPS) {
-        LaneQueries next = mine;
-        if (mine.there) next = read_queries(p, unit, group, row + WARPS, me.lane);
+    for (u32 quad = static_cast<u32>(num_rows) * (D / 4) + me.thread; quad < ROWS * D / 4; quad += THREADS) {
+        ptx::shared_write(me.base + quad / (D / 4) * Q_STRIDE + quad % (D / 4) * 8, u64{0});
+    }
+    if (me.thread >= static_cast<u32>(num_rows) && me.thread < ROWS) {
+        ptx::shared_write(me.base + Q_INVERSES_AT + 4 * me.thread, 1.0f);
+    }
+#pragma unroll 1
+    for (i32 row = static_cast<i32>(me.thread / 32); row < num_rows; row += WARPS) {
+        const LaneQueries next = read_queries(p, unit, group, row + WARPS, me.lane);
         u32 largest = 15 << 7;  // so that the power is finite
-        if (mine.there) {
 #pragma unroll
-            for (i32 quad = 0; quad < QUADS; ++quad) {
+        for (i32 quad = 0; quad < QUADS; ++quad) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const u32 magnitude = static_cast<u32>(mine.bits[quad] >> 16 * i) & 0x7fffu;
-                    largest = magnitude < 0x7f80u && magnitude > largest ? magnitude : largest;
-                }
+            for (int i = 0; i < 4; ++i) {
+                const u32 magnitude = static_cast<u32>(mine.bits[quad] >> 16 * i) & 0x7fffu;
+                largest = magnitude < 0x7f80u && magnitude > largest ? magnitude : largest;
             }
+        }
 #pragma unroll
-            for (u32 lanes = 16; lanes; lanes /= 2) {
-                const u32 other = ptx::shuffle_xor(largest, lanes);
-                largest = other > largest ? other : largest;
-            }
+        for (u32 lanes = 16; lanes; lanes /= 2) {
+            const u32 other = ptx::shuffle_xor(largest, lanes);
+            largest = other > largest ? other : largest;
         }
         const u32 exponent = largest >> 7;  // 127 + e for a power 2^(14 - e)
         const float power = ptx::as_float((268 - exponent) << 23);
@@ -181,7 +188,7 @@ DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, 
     ptx::copy_commit();
 }
 
-// The words that mark 16 rows of a team. They lie where m of these rows will be stored.
+// The words that mark the rows of a warp. They lie where m of these rows will be stored.
 DEVICE u32 marks_at(u32 team, u32 first_row) { return TEAM_STATS_AT + 4 * (team * ROWS + first_row); }
 
 // A team's way through its tiles of the keys [from, to), as a pipeline: while one tile is computed, the next STAGES - 1
@@ -193,12 +200,13 @@ struct Walk {
     u32 filling;  // the stage that the next tile goes to
 };
 
-// Begin at the first tile of the keys [from, to): look up its frames.
+// Begin at the first tile of the keys [from, to): look up its frames. EARLY: see stages.cuh.
+template <bool EARLY = false>
 DEVICE void begin(Walk& walk, const AttentionParams& p, const Pages& pages, i32 from, i32 to, const ThreadRole& me) {
     walk.first_key = from + static_cast<i32>(me.team) * TILE;
     walk.steps = walk.first_key < to ? (to - walk.first_key + STEP_TOKENS - 1) / STEP_TOKENS : 0;
     walk.step = step_of(p);
-    walk.next = first_tile(p, pages, walk.first_key, to);
+    walk.next = first_tile<EARLY>(p, pages, walk.first_key, to);
 }
 
 // Fetch the first STAGES - 1 tiles.
@@ -215,7 +223,8 @@ DEVICE void fetch_first(Walk& walk, const AttentionParams& p, const Pages& pages
 DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries,
                    const Row (&rows)[2], Walk& walk, const ThreadRole& me, bool apart) {
     const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
-    const u32 scores = me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M);
+    const u32 warp_scores = me.first_row / WARP_ROWS * (SCORES_BYTES / WARPS_M);
+    const u32 scores = me.base + SCORES_AT + me.team * SCORES_BYTES + warp_scores;
     const Sharing sharing{me.team, me.part, scores, me.base + marks_at(me.team, me.first_row)};
     u32 reading = 0;
     i32 key = walk.first_key;
@@ -259,7 +268,7 @@ DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queri
                        Walk& walk, const ThreadRole& me, bool mixed, bool apart) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}, FIRST_UNIT};
     const u32 marks = me.base + marks_at(me.team, me.first_row);
-    if (apart && me.part == 0 && me.lane < 16) ptx::shared_write(marks + 4 * me.lane, 0u);
+    if (apart && me.part == 0 && me.lane < WARP_ROWS) ptx::shared_write(marks + 4 * me.lane, 0u);
     attend(state, p, pages, queries, rows, walk, me, apart);
     ptx::sync_block();  // the sums will overwrite the stages
     if (apart) {
@@ -336,13 +345,14 @@ DEVICE void prepare(Queries& queries, Row (&rows)[2], const AttentionParams& p, 
     if constexpr (Elements::SCALED_QUERIES) {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
-            const u32 at = me.base + Q_INVERSES_AT + 4 * (me.first_row + me.lane / 4 + 8 * r);
+            const u32 at = me.base + Q_INVERSES_AT + 4 * (me.first_row + row_of_lane(me.lane, r));
             queries.factor[r] = factor * ptx::shared_read<float>(at);
         }
     }
-    const i32 row = static_cast<i32>(me.first_row + me.lane / 4);
-    rows[0] = row_of(p, unit, group, row);
-    rows[1] = row_of(p, unit, group, row + 8);
+#pragma unroll
+    for (u32 r = 0; r < 2; ++r) {
+        rows[r] = row_of(p, unit, group, static_cast<i32>(me.first_row + row_of_lane(me.lane, r)));
+    }
 }
 
 KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
@@ -352,16 +362,27 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.lane = me.thread % 32;
     me.team = me.thread / TEAM_THREADS;
     me.team_thread = me.thread % TEAM_THREADS;
-    me.first_row = me.team_thread / 32 % WARPS_M * 16;
+    me.first_row = me.team_thread / 32 % WARPS_M * WARP_ROWS;
     me.part = me.team_thread / 32 / WARPS_M;
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
-    Partition<ROWS, STEP_TOKENS> partition(p);
-    const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
-    if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, launch);  // this thread alone reads it
+    Partition<ROWS, STEP_TOKENS, THREADS> partition(p);
+    const Unit& unit = partition.unit;
+    // Items [item, next_of(item)) are attended to at once: with split_tokens one chunk, else all.
+    const auto next_of = [&](i32 item, i32 end) { return p.split_tokens && item < end ? item + 1 : end; };
+    Walk walk;
+    const auto begin_early = [&] {
+        const i32 mine = partition.first_mine(), from = partition.from_key(mine);
+        const i32 to = partition.more() ? partition.to_key(next_of(mine, partition.end_mine())) : from;
+        begin<true>(walk, p, pages_of(p, unit.row, unit.head), from, to, me);
+    };
+    static_assert(8 * WARPS_N * ROWS >= THREADS / 4, "the statistics of teams have room for a sum of each warp");
+    const Recalled recalled = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index(),
+                                               me.base + TEAM_STATS_AT, begin_early);
+    bool has_begun = recalled.is_known && walk.steps;  // the walk over the first keys of the first unit
+    if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, recalled.launch);  // this thread alone reads it
     const float k_scale = !TOKEN_SCALES && p.k_scale ? ptx::read(p.k_scale) : 1.0f, v_scale = value_scale(p);
     for (; partition.more(); partition.advance()) {
-        const Unit& unit = partition.unit;
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;
         const Pages pages = pages_of(p, unit.row, unit.head);
@@ -371,10 +392,10 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
         bool apart = false, is_ready = false;
         i32 item = mine;
         LaneQueries lane_queries;
-        do {  // with split_tokens one chunk at a time, else all keys at once
-            const i32 next = p.split_tokens && item < end ? item + 1 : end;
-            Walk walk;
-            begin(walk, p, pages, partition.from_key(item), partition.to_key(next), me);
+        do {
+            const i32 next = next_of(item, end);
+            if (!has_begun) begin(walk, p, pages, partition.from_key(item), partition.to_key(next), me);
+            has_begun = false;
             const i32 warp = static_cast<i32>(me.thread / 32);
             if (!is_ready) {  // ask for the queries while the page table is looked up
                 if constexpr (!Elements::SCALED_QUERIES) load_queries(p, unit, partition.group, me);

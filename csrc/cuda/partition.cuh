@@ -4,7 +4,8 @@
 // The layers of a step have the same partition. Each CTA keeps its share in a `Record`, with a fingerprint of all
 // numbers that the partition follows from. In the next launch it reads lengths and record at once, and computes a share
 // only if the fingerprint is another one. So the first layer of a step computes the partition, and the others read it.
-// Two steps that differ have equal fingerprints with a probability of 2^-64.
+// Two steps that differ have equal fingerprints with a probability of 2^-64. All threads of a CTA read lengths for the
+// fingerprint. The first entries of the page table are looked up for the share of the record, while it is compared.
 //
 // Work is laid out on a line: sequences, in each the tiles of ROWS query rows, in each the kv heads. Such a (sequence,
 // tile, head) is a unit, and OVERHEAD + steps is its width on the line. An item of a unit is one step of STEP_TOKENS
@@ -25,8 +26,8 @@
 // means that there is no split_tokens, so a share may end after any step:
 //     free cut      the unit's first CTA c: partial state 2 c + 1; each later CTA c: 2 c       max_partials = 2 CTAs
 //     split_tokens  place of the chunk / width of a chunk                                      chunks do not overlap
-// Cost: one pass over the sequences' lengths, 32 at a time. To compute a share: two more, or three where a unit is
-// longer than a share, each with a pass over the row tiles of the lane's sequences.
+// Cost: one pass of all threads over the sequences' lengths. To compute a share, one warp makes two more, or three if a
+// unit is longer than a share, each with a pass over the row tiles of the lane's sequences.
 #pragma once
 
 #include "params.h"
@@ -79,7 +80,13 @@ struct alignas(128) Record {  // what a CTA keeps from launch to launch, zeros a
 };
 static_assert(sizeof(Record) == 8 * RECORD_WORDS, "Python allocates records");
 
-template <int ROWS, int STEP_TOKENS> struct Partition {
+// The number of the present launch, and whether the record of a CTA had the present share.
+struct Recalled {
+    u64 launch;
+    bool is_known;
+};
+
+template <int ROWS, int STEP_TOKENS, int THREADS> struct Partition {
     const AttentionParams& p;
     i32 group;  // G
     i64 share;  // width of each CTA's share
@@ -95,22 +102,42 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
         is_first = true;
     }
 
-    // Read this CTA's share from its record, or compute it and keep it there. Return the number of this launch. All
-    // threads of the CTA call this.
-    DEVICE_MEMBER u64 recall(Record* record) {
+    // Read this CTA's share from its record, or compute it and keep it there. All threads of the CTA call this.
+    // sums: the address of 8 bytes of shared memory for each warp, which no thread may write before the next barrier.
+    // look_up: called with the share of the record, whether it is the present one or not.
+    template <class LookUp> DEVICE_MEMBER Recalled recall(Record* record, u32 sums, LookUp look_up) {
+        const u64 first_query = static_cast<u32>(ptx::read(p.cu_seqlens_q));
         const u64 kept = ptx::read(&record->fingerprint), launch = ptx::read(&record->launches);
         read_record(record);
-        const u64 now = fingerprint();
-        ptx::sync_block();  // every thread has read the record
-        if (now != kept) compute();
-        if (ptx::thread_index() == 0) {
-            ptx::write(&record->launches, launch + 1);
-            if (now != kept) {
-                ptx::write(&record->fingerprint, now);
-                write_record(record);
-            }
+        u64 sum = hash_of_sequences();
+        look_up();
+#pragma unroll
+        for (int bits = 16; bits; bits /= 2) sum += ptx::shuffle_xor(sum, bits);
+        const u32 thread = ptx::thread_index();
+        if (thread % 32 == 0) ptx::shared_write(sums + thread / 4, sum);
+        ptx::sync_block();  // the sums are there, and every thread has read the record
+        u64 now = mixed(static_cast<u64>(p.partition_key) + first_query);
+#pragma unroll
+        for (u32 warp = 0; warp < THREADS / 32; ++warp) now += ptx::shared_read<u64>(sums + 8 * warp);
+        now = now ? now : 1;
+        if (thread == 0) ptx::write(&record->launches, launch + 1);
+        if (now != kept) {
+            if (thread < 32) renew(p, record, now);
+            ptx::sync_block();
+            read_record(record);
         }
-        return launch;
+        return {launch, now == kept};
+    }
+
+    // Compute this CTA's share and keep it in its record. One warp calls this. It is no part of the kernel's own code,
+    // because most launches pass over it, and each line of instructions before the first key is a miss of the cache.
+    NOINLINE void renew(const AttentionParams& params, Record* record, u64 fingerprint) {
+        Partition mine(params);
+        mine.compute();
+        if (ptx::thread_index() == 0) {
+            ptx::write(&record->fingerprint, fingerprint);
+            mine.write_record(record);
+        }
     }
 
     // Compute this CTA's share from the lengths.
@@ -136,6 +163,7 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
         begin = share * ptx::block_index();
         end = begin + share < total ? begin + share : total;
         unit = Unit{};
+        unit.weight = 1;  // item_at divides by it, even for a CTA without a share
         sequence = Sequence{};
         first_owner = last_owner = 0;
         if (begin >= end) return;
@@ -203,13 +231,12 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
     }
 
 private:
-    // Return a hash of the lengths, offsets and rows of all sequences, and of the host's numbers. Lanes read 32
-    // sequences at once, and no load waits for another.
-    DEVICE_MEMBER u64 fingerprint() const {
-        const i32 lane = static_cast<i32>(ptx::thread_index() % 32);
-        u64 sum = mixed(static_cast<u64>(p.partition_key) + static_cast<u32>(ptx::read(p.cu_seqlens_q)));
-#pragma unroll 1
-        for (i32 b = lane; b < p.num_sequences; b += 32) {
+    // Return the sum of hashes of lengths, offsets and rows, over the sequences that this thread reads. It reads four
+    // sequences at once where it has as many, and no load waits for another.
+    DEVICE_MEMBER u64 hash_of_sequences() const {
+        u64 sum = 0;
+#pragma unroll 4
+        for (i32 b = static_cast<i32>(ptx::thread_index()); b < p.num_sequences; b += THREADS) {
             const u64 end_query = static_cast<u32>(ptx::read(p.cu_seqlens_q + b + 1));
             const u64 length = static_cast<u32>(ptx::read(p.seq_lens + b));
             const u64 row = static_cast<u32>(p.rows ? ptx::read(p.rows + b) : b);
@@ -217,9 +244,7 @@ private:
             const u64 place = mixed(static_cast<u64>(p.partition_key) + 2 * static_cast<u64>(b) + causal);
             sum += mixed((end_query << 32 | length) ^ place) + mixed(row + place);
         }
-#pragma unroll
-        for (int bits = 16; bits; bits /= 2) sum += ptx::shuffle_xor(sum, bits);
-        return sum ? sum : 1;
+        return sum;
     }
     DEVICE_MEMBER static u64 mixed(u64 x) {  // the finaliser of splitmix64
         x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;

@@ -31,6 +31,7 @@ struct alignas(16) Words4 {
 #endif
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
+#define NOINLINE static __device__ __noinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
 namespace ptx {
@@ -147,6 +148,12 @@ DEVICE void load_matrices_transposed(u32 (&m)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at) : "memory");
 }
+// Transpose an 8 x 8 matrix of 16-bit elements. Lane l has elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+DEVICE u32 transposed(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
 template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if constexpr (HALF) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -229,11 +236,16 @@ template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) {
     return x;
 }
 
-// Widen two e4m3 to float16; a NaN stays NaN. From sm_89 on.
-DEVICE u32 widen_e4m3(u16 bytes) {
+// Widen the two e4m3 in the upper or lower half of a word to float16; a NaN stays NaN. From sm_89 on. The instruction
+// reads either half of a register, so the upper one takes no shift.
+template <bool UPPER> DEVICE u32 widen_e4m3(u32 word) {
     u32 x = 0;
 #if CUDA_ARCH >= 890
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"(bytes));
+    if constexpr (UPPER) {
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(x) : "r"(word));
+    } else {
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(x) : "r"(word));
+    }
 #endif
     return x;
 }

@@ -3,14 +3,15 @@
 //
 //     Q_KIND KV_KIND         elements.cuh
 //     HEAD_DIM HEAD_DIM_V    multiples of 16
-//     WARPS_M                warps over query rows, 16 rows each
+//     WARPS_M                warps over query rows, 16 rows each, or 8
+//     KEYS_AS_ROWS           1: a warp has 8 query rows, and keys are the rows of both products (fragments.cuh)
 //     WARPS_N                teams of such warps, over keys
 //     TILE                   keys that a team takes at a time
 //     STAGES                 tiles of each team in shared memory
 //     COPY                   bytes of one asynchronous copy: 16, 8, 4
 //     TOKEN_SCALES           1: a scale per (token, head) is copied with the keys
 //     BLOCKS                 CTAs that share an SM
-//     WARPS_D                warps that share 16 rows. Each multiplies its part of D and keeps its part of the result's
+//     WARPS_D                warps that share rows. Each multiplies its part of D and keeps its part of the result's
 //                            columns, so that 512 columns fit into registers. 1 for most dims, 4 above 256
 //     V_IN_K                 1: V is the first part of K in the same memory (MLA) and is read once
 //     PAGE_RUNS              0: any pages. 1: every 16 keys of a tile lie in one page. 2: its rows also follow one
@@ -32,7 +33,7 @@ using Elements = Operands<Q_KIND, KV_KIND>;
 constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;
 constexpr int D_PART = D / WARPS_D, DV_PART = DV / WARPS_D;
 constexpr int TEAM_WARPS = WARPS_M * WARPS_D, TEAM_THREADS = 32 * TEAM_WARPS, THREADS = TEAM_THREADS * WARPS_N;
-constexpr int ROWS = 16 * WARPS_M, STEP_TOKENS = TILE * WARPS_N;
+constexpr int WARP_ROWS = KEYS_AS_ROWS ? 8 : 16, ROWS = WARP_ROWS * WARPS_M, STEP_TOKENS = TILE * WARPS_N;
 constexpr int MASKS = (TILE + 31) / 32;  // words with a bit for each key of a tile
 constexpr int ENTRIES = PAGE_RUNS ? TILE / 16 : MASKS;  // entries of the page table that one lane looks up for a tile
 
@@ -52,14 +53,19 @@ constexpr int LAST_AT = Q_INVERSES_AT + 4 * ROWS;
 constexpr int LAUNCH_AT = LAST_AT + 8;
 constexpr int VOTES_AT = LAST_AT + 16;  // [warps]: lanes whose result holds a NaN
 constexpr int SCORES_AT = VOTES_AT + (THREADS / 8 + 15) / 16 * 16;
-constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
+constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_D * ROWS * TILE : 0;  // of a team
 constexpr int STAGES_AT = (SCORES_AT + WARPS_N * SCORES_BYTES + 127) / 128 * 128;
 constexpr int SUM_STRIDE = 4 * (DV + 8), SUM_BYTES = ROWS * SUM_STRIDE;
 constexpr int STAGES_BYTES = STAGES * STAGE_BYTES;
 constexpr int SHARED_BYTES = STAGES_AT + WARPS_N * (STAGES_BYTES > SUM_BYTES ? STAGES_BYTES : SUM_BYTES);
 
-constexpr int VALUE_TILES = Elements::LDMATRIX ? DV_PART / 8 : (DV_PART + 31) / 32 * 4;  // of 8 columns
-constexpr bool KEEP_QUERIES = D_PART <= 128 && TILE == 16 && Elements::Q_TERMS == 1;  // in registers, where they fit
+// Accumulators of a warp, four elements in each lane: of S, for 8 or 16 keys each, and of O, for as many columns. Lanes
+// take columns of narrow values in fours, so 32 at a time.
+constexpr int TILE_KEYS = KEYS_AS_ROWS ? 16 : 8, SCORE_TILES = TILE / TILE_KEYS;
+constexpr int VALUE_TILES = (Elements::LDMATRIX ? DV_PART : (DV_PART + 31) / 32 * 32) / TILE_KEYS;
+constexpr int QUERY_WORDS = KEYS_AS_ROWS ? 2 : 4;  // of a lane, for 16 columns of the warp's query rows
+// In registers, where they fit.
+constexpr bool KEEP_QUERIES = D_PART <= 128 && (TILE == 16 || KEYS_AS_ROWS) && Elements::Q_TERMS == 1;
 // A decode reads each key once. Copies of narrow keys have no registers for the hint: 32 x 4k took an H200 2 % longer.
 constexpr bool READ_ONCE = WARPS_M == 1 && KV_BITS >= 16;
 // Steps along D whose operands are loaded together.

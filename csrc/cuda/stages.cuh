@@ -10,6 +10,9 @@
 //                  and shuffles pass each offset to the lanes that copy the row.
 //
 // A key past the end, or of a hole (-1), is not read: zeros land instead, and a bit marks the key as absent.
+//
+// An early look-up is for the share that an earlier launch left, before it is known to be this launch's share
+// (partition.cuh). Its entries may lie outside of this launch's page table, and then they are not read.
 #pragma once
 
 #include "params.h"
@@ -41,13 +44,19 @@ DEVICE Pages pages_of(const AttentionParams& p, i32 row, i32 head) {
     return pages;
 }
 
+template <bool EARLY> DEVICE i32 frame_at(const AttentionParams& p, const Pages& pages, i32 page) {
+    const i32* at = pages.table + page;
+    const bool is_inside = !EARLY || static_cast<u64>(at - p.block_table) < static_cast<u64>(p.table_entries);
+    return is_inside ? ptx::read(at) : -1;
+}
+
 // Look up the frames of the tile whose `first_key`, `page` and `slot` are set.
-DEVICE void look_up(Tile& tile, const AttentionParams& p, const Pages& pages) {
+template <bool EARLY = false> DEVICE void look_up(Tile& tile, const AttentionParams& p, const Pages& pages) {
     if constexpr (PAGE_RUNS) {
         i32 page = tile.page, slot = tile.slot;
 #pragma unroll
         for (i32 r = 0; r < ENTRIES; ++r) {
-            tile.frame[r] = tile.first_key + RUN * r < tile.end_key ? ptx::read(pages.table + page) : -1;
+            tile.frame[r] = tile.first_key + RUN * r < tile.end_key ? frame_at<EARLY>(p, pages, page) : -1;
             slot += RUN;
             if (slot >= p.block_size) slot = 0, ++page;
         }
@@ -56,11 +65,12 @@ DEVICE void look_up(Tile& tile, const AttentionParams& p, const Pages& pages) {
         for (int e = 0; e < ENTRIES; ++e) {
             const i32 in_tile = 32 * e + static_cast<i32>(ptx::thread_index() % 32), key = tile.first_key + in_tile;
             const bool there = in_tile < TILE && key < tile.end_key;
-            tile.frame[e] = there ? ptx::read(pages.table + key / p.block_size) : -1;
+            tile.frame[e] = there ? frame_at<EARLY>(p, pages, key / p.block_size) : -1;
         }
     }
 }
 
+template <bool EARLY = false>
 DEVICE Tile first_tile(const AttentionParams& p, const Pages& pages, i32 first_key, i32 end_key) {
     Tile tile;
     tile.first_key = first_key;
@@ -69,7 +79,7 @@ DEVICE Tile first_tile(const AttentionParams& p, const Pages& pages, i32 first_k
         tile.page = first_key / p.block_size;
         tile.slot = first_key - tile.page * p.block_size;
     }
-    look_up(tile, p, pages);
+    look_up<EARLY>(tile, p, pages);
     return tile;
 }
 
@@ -120,20 +130,22 @@ DEVICE void copy_run(u32 to, const u8* from, i64 slot_bytes, i32 left, u32 team_
     constexpr int COPIES_OF_ROW = ROW_BYTES / COPY, ALL = RUN * COPIES_OF_ROW;
     const i64 step = PAGE_RUNS == 2 ? ROW_BYTES : slot_bytes;
     if (left >= RUN) {
+        // A copy's place is a sum of this thread's part and a part that is a constant, or the same for all threads.
+        constexpr bool IS_SUM = TEAM_THREADS % COPIES_OF_ROW == 0 || COPIES_OF_ROW % TEAM_THREADS == 0;
+        const u32 my_row = team_thread / COPIES_OF_ROW, my_bytes = team_thread % COPIES_OF_ROW * COPY;
+        const u32 my_to = to + my_row * STRIDE + my_bytes;
+        const u8* my_from = from + (PAGE_RUNS == 2 ? team_thread * COPY : my_row * step + my_bytes);
 #pragma unroll RUN_COPIES_AHEAD
         for (int first = 0; first < ALL; first += TEAM_THREADS) {
             const u32 copy = static_cast<u32>(first) + team_thread;
-            const u32 row = copy / COPIES_OF_ROW, within = copy % COPIES_OF_ROW * COPY;
             if (ALL % TEAM_THREADS && copy >= ALL) continue;
-            // Rows without gaps: copy number c is at c * COPY. Else the row number splits into a part that is this
-            // thread's and a part that is the same for all, whose product with the step the threads share.
-            if constexpr (PAGE_RUNS == 2) {
-                copy_piece(to + row * STRIDE + within, from + copy * COPY);
-            } else if constexpr (TEAM_THREADS % COPIES_OF_ROW == 0 || COPIES_OF_ROW % TEAM_THREADS == 0) {
-                const u32 mine = team_thread / COPIES_OF_ROW;
-                copy_piece(to + row * STRIDE + within, from + mine * step + within + (row - mine) * step);
+            if constexpr (IS_SUM) {
+                const int row = first / COPIES_OF_ROW, bytes = first % COPIES_OF_ROW * COPY;
+                const i64 at = PAGE_RUNS == 2 ? first * COPY : row * step + bytes;
+                copy_piece(my_to + row * STRIDE + bytes, my_from + at);
             } else {
-                copy_piece(to + row * STRIDE + within, from + row * step + within);
+                const u32 row = copy / COPIES_OF_ROW, bytes = copy % COPIES_OF_ROW * COPY;
+                copy_piece(to + row * STRIDE + bytes, from + row * step + bytes);
             }
         }
     } else {

@@ -12,6 +12,7 @@
 #define CUDA_ARCH SIMT_ARCH
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
+#define NOINLINE static __attribute__((noinline))
 #define __grid_constant__
 #ifndef SIMT_ARCH
 #define SIMT_ARCH 900  // the architecture whose instructions exist
@@ -71,6 +72,11 @@ template <int PENDING> DEVICE void copy_wait() { simt::copy_wait(PENDING); }
 
 DEVICE void load_matrices(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, false); }
 DEVICE void load_matrices_transposed(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, true); }
+DEVICE u32 transposed(u32 x) {
+    const u32 lane = simt::thread_index() & 31, row = lane / 4, column = 2 * (lane & 3);
+    const u32 low = shuffle(x, 4 * column + row / 2), high = shuffle(x, 4 * (column + 1) + row / 2);
+    return (low >> 16 * (row & 1) & 0xffff) | (high >> 16 * (row & 1)) << 16;
+}
 template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     simt::multiply_add(d, a, b0, b1, HALF);
 }
@@ -120,7 +126,8 @@ constexpr bool CONVERTS_FP8 = SIMT_ARCH >= 890;
 template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) {
     return simt::nearest_byte(low, E5M2) | simt::nearest_byte(high, E5M2) << 8;
 }
-DEVICE u32 widen_e4m3(u16 bytes) {
+template <bool UPPER> DEVICE u32 widen_e4m3(u32 word) {
+    const u32 bytes = word >> (UPPER ? 16 : 0);
     const auto half = [&](int i) { return simt::from_float(simt::of_e4m3(bytes >> 8 * i & 0xff), true); };
     return half(0) | static_cast<u32>(half(1)) << 16;
 }

@@ -23,7 +23,6 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer
 from pagedkv.kernels.cuda.specialisation import (
-    CLASSES,
     AttentionSpecialisation,
     KeyLayout,
     RowClass,
@@ -41,8 +40,8 @@ _POINTERS = (
 )
 _STRIDES = (
     "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head "
-    "v_scale_frame v_scale_slot v_scale_head table_row tree_row causal_step out_token out_head max_partials "
-    "partition_key"
+    "v_scale_frame v_scale_slot v_scale_head table_row table_entries tree_row causal_step out_token out_head "
+    "max_partials partition_key"
 )
 _INTEGERS = (
     "num_sequences num_heads num_kv_heads block_size causal window right split_tokens spread min_rows max_rows "
@@ -147,7 +146,7 @@ class AttentionLauncher:
         machine, on = self._machine, self._options
         q_at, shape, split = q.data_ptr(), q.shape, on.split_tokens
         key = (
-            q_at & 15, shape, q.stride(), out.stride(), table.stride(), seq_lens.shape, max_q,
+            q_at & 15, shape, q.stride(), out.stride(), table.shape, table.stride(), seq_lens.shape, max_q,
             -(-max(max_k, 1) // split) if split else 0, None if tree is None else (tree.shape[1], tree.stride()),
             None if causal_of is None else causal_of.stride(),
         )  # fmt: skip
@@ -209,7 +208,7 @@ def _launches_of(call: AttentionCall, machine: Machine) -> tuple[_Launch, ...]:
     rows = call.max_seqlen_q * group
     return tuple(
         _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)
-        for row_class in CLASSES
+        for row_class in RowClass.of(kinds, dims)
         if group <= row_class.most and rows >= row_class.least and call.q.shape[0]
     )
 
@@ -230,7 +229,9 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
     scales = (*scale_strides(call.k_scale), *scale_strides(call.v_scale))
     tree_row = 0 if tree is None else tree.stride(0) if tree.stride(1) == 1 else tree.shape[1]
     causal_step = 0 if call.causal_of is None else call.causal_of.stride(0)
-    strides = (q_token, q_head, *pools, *scales, call.block_table.stride(0), tree_row, causal_step)
+    (A, P), table_row = call.block_table.shape, call.block_table.stride(0)
+    table = (table_row, (A - 1) * table_row + P if A else 0)
+    strides = (q_token, q_head, *pools, *scales, *table, tree_row, causal_step)
     rows = (row_class.least, row_class.most)
     q_vectors = (q.data_ptr() | q_token | q_head) % (4 * size) == 0
     options = (kernel, blocks, *rows, H, K, call.causal, *bounds(call.window, call.right), split)

@@ -58,13 +58,13 @@ def _shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
     """
     if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in KINDS or case.head_dim is None:
         return []
-    kinds = (KINDS[case.dtype], KINDS[case.kv_dtype])
+    kinds, dims = (KINDS[case.dtype], KINDS[case.kv_dtype]), (case.head_dim, case.head_dim_v or case.head_dim)
     keys = specialisation.KeyLayout(
         token_scales=int("token_head_scale" in case.features), v_in_k=1
     )  # V in K needs the least memory
     try:
-        for rows in specialisation.CLASSES:
-            specialisation.specialise(kinds, (case.head_dim, case.head_dim_v or case.head_dim), rows, keys, shared)
+        for rows in specialisation.RowClass.of(kinds, dims):
+            specialisation.specialise(kinds, dims, rows, keys, shared)
     except InvalidRequest as why:
         return [str(why)]
     return []

@@ -20,7 +20,7 @@ LARGEST_HEAD_DIM: Final = 576
 
 
 def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
-    """Return how many warps share 16 rows (`WARPS_D`): enough that results and operands fit into registers.
+    """Return how many warps share their rows (`WARPS_D`): enough that results and operands fit into registers.
 
     A float32 operand has three terms, so it takes more warps.
     """
@@ -42,17 +42,26 @@ class KeyLayout(NamedTuple):
 
 
 class RowClass(NamedTuple):
-    """Sequences of `least` to `most` query rows, and the CTA that serves them: `warps_m` warps of 16 rows, in `warps_n`
-    teams over the keys, `tile` keys at a time."""
+    """Sequences of `least` to `most` query rows, and the CTA that serves them: `warps_m` warps of 16 rows in `warps_n`
+    teams over the keys, `tile` keys at a time. If keys are the rows of its products, a warp has 8 query rows."""
 
     least: int
     most: int
     warps_m: int
     warps_n: int
     tile: int
+    keys_as_rows: int = 0
 
+    @staticmethod
+    def of(kinds: tuple[int, int], dims: tuple[int, int]) -> tuple[RowClass, ...]:
+        """Return the classes of sequences for (Q, KV) kinds and (D, Dv).
 
-CLASSES: Final = (RowClass(1, 16, 1, 4, 16), RowClass(17, 32, 2, 2, 32), RowClass(33, 2**31 - 1, 4, 1, 32))
+        No kernel for float32 queries, or for heads that several warps share, has keys as rows.
+        """
+        few: tuple[RowClass, ...] = (RowClass(1, 16, 1, 4, 16),)
+        if kinds[0] != KINDS["float32"] and parts_of(dims, kinds) == 1:
+            few = (RowClass(1, 8, 1, 4, 16, keys_as_rows=1), RowClass(9, 16, 1, 4, 16))
+        return (*few, RowClass(17, 32, 2, 2, 32), RowClass(33, 2**31 - 1, 4, 1, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,7 @@ class AttentionSpecialisation:
     warps_d: int
     v_in_k: int
     page_runs: int
+    keys_as_rows: int
 
     name = "paged_attention"
 
@@ -84,7 +94,7 @@ class AttentionSpecialisation:
     @property
     def rows(self) -> int:
         """Query rows of a CTA."""
-        return 16 * self.warps_m
+        return 8 if self.keys_as_rows else 16 * self.warps_m
 
     @property
     def threads(self) -> int:
@@ -96,7 +106,7 @@ class AttentionSpecialisation:
         """Shared memory of a CTA: `SHARED_BYTES` in csrc/cuda/specialisation.cuh."""
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
         stats = 8 * self.rows * (self.warps_n + 1) + 4 * self.rows + 16 + -(-self.threads // 128) * 16
-        scores = self.warps_n * 4 * self.warps_m * self.warps_d * 16 * self.tile if self.warps_d > 1 else 0
+        scores = self.warps_n * 4 * self.warps_d * self.rows * self.tile if self.warps_d > 1 else 0
         return -(-(queries + stats + scores) // 128) * 128 + self.stages_bytes
 
     @property
@@ -162,7 +172,7 @@ def specialise(
     wide_tiles = [(32, *fit) for fit in _NARROW_FITS if is_narrow]
     while True:
         for keys_at_once, blocks, stages in (*wide_tiles, *((tile, *fit) for fit in _FITS)):
-            tiling = (*warps, keys_at_once, stages, *keys[:2], blocks, parts, *keys[2:])
+            tiling = (*warps, keys_at_once, stages, *keys[:2], blocks, parts, *keys[2:], row_class.keys_as_rows)
             kernel = AttentionSpecialisation(*kinds, *dims, *tiling)
             if (
                 blocks * kernel.threads <= MOST_THREADS

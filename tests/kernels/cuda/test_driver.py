@@ -150,10 +150,10 @@ def test_a_call_is_launched_as_the_emulator_would_launch_it(
             recorder.driver, name, lambda *asked, taken=taken: emulator.memory.append(got := taken(*asked)) or got
         )
     attention.attend(call, recorder.driver)
-    assert len(recorder.launches) == 3
+    assert len(recorder.launches) == 4
     assert torch.equal(call.out.view(torch.int16), expected.out.view(torch.int16))
     assert torch.equal(call.lse, expected.lse)
-    assert [name for name, *_ in recorder.calls] == ["moduleLoadData", "funcSetAttribute", "funcSetAttribute"] * 3
+    assert [name for name, *_ in recorder.calls] == ["moduleLoadData", "funcSetAttribute", "funcSetAttribute"] * 4
     after_first = len(recorder.calls)
     attention.attend(call, recorder.driver)
     assert len(recorder.calls) == after_first, "the second call loads nothing and sets nothing"

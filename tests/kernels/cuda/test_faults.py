@@ -17,7 +17,7 @@ from pagedkv.kernels.args import RotaryTable
 from tests.cases import Case, call_of, empty_layer, write_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator, Fault
 from tests.kernels.cuda.test_attention import check
-from tests.kernels.cuda.test_launch import late_launches_are_right, steps_are_right
+from tests.kernels.cuda.test_launch import late_launches_are_right, splits_are_equal, steps_are_right
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
@@ -56,6 +56,12 @@ MISTAKES = {
         "paged_attention.cuh", "none + static_cast<u32>(expected);", "none + (expected & 0);"
     ),
     "queries past the last are read": Planted("paged_attention.cuh", "there = query < unit.queries;", "there = true;"),
+    "a query row too many is read": Planted(
+        "paged_attention.cuh", "there = query < unit.queries;", "there = query <= unit.queries;"
+    ),
+    "a query row too many is stored": Planted(
+        "merge.cuh", "left < ROWS ? left : ROWS", "left < ROWS ? left + 1 : ROWS"
+    ),
     "entries past the last page are read": Planted(
         "stages.cuh", "in_tile < TILE && key < tile.end_key", "in_tile < TILE"
     ),
@@ -67,10 +73,19 @@ MISTAKES = {
     "a run begins at the wrong slot": Planted("stages.cuh", "if (slot >= p.block_size) slot = 0;\n", ""),
     "a run is read from the wrong page": Planted("stages.cuh", "tile.page += step.pages;", "tile.page += 1;"),
     "punched pages are read": Planted("stages.cuh", "const bool present = frame >= 0;", "const bool present = true;"),
-    "the wrong frame": Planted("stages.cuh", "table + key / p.block_size", "table + (key + 1) / p.block_size"),
-    "the wrong fragment of K": Planted("scores.cuh", "(lane >> 3 & 1) * 8)", "(lane >> 2 & 1) * 8)"),
-    "V is not transposed": Planted("scores.cuh", "ptx::load_matrices_transposed(b,", "ptx::load_matrices(b,"),
-    "the wrong operand of P V": Planted("scores.cuh", "put(1, low[2], low[3]);", "put(1, high[2], high[3]);"),
+    "the wrong frame": Planted("stages.cuh", "pages, key / p.block_size", "pages, (key + 1) / p.block_size"),
+    "the wrong fragment of K": Planted("queries_as_rows.cuh", "(lane >> 3 & 1) * 8)", "(lane >> 2 & 1) * 8)"),
+    "V is not transposed": Planted("queries_as_rows.cuh", "ptx::load_matrices_transposed(b,", "ptx::load_matrices(b,"),
+    "the wrong operand of P V": Planted("queries_as_rows.cuh", "put(1, low[2], low[3]);", "put(1, high[2], high[3]);"),
+    "the wrong fragment of K as rows": Planted("keys_as_rows.cuh", "k + (lane >> 4) * 8)", "k + (lane >> 3 & 1) * 8)"),
+    "V is transposed twice": Planted("keys_as_rows.cuh", "ptx::load_matrices_transposed(a,", "ptx::load_matrices(a,"),
+    "P is not turned": Planted(
+        "keys_as_rows.cuh",
+        "ptx::transposed(ptx::pack<Elements::PV_HALF>(p[j][0], p[j][1]));",
+        "ptx::pack<Elements::PV_HALF>(p[j][0], p[j][1]);",
+    ),
+    "columns of narrow values change places": Planted("keys_as_rows.cuh", "(v8, v9, 2 * i + x)", "(v8, v9, i + 2 * x)"),
+    "a lane masks other keys than it has": Planted("keys_as_rows.cuh", "(lane >> 2) + 8 * i", "2 * (lane >> 2) + i"),
     "sums keep an old maximum": Planted("scores.cuh", "state.l[r] * shrink[r] + sum", "state.l[r] + sum"),
     "results keep an old maximum": Planted(
         "scores.cuh", "shrink[1] != 1.0f)) return;", "shrink[1] != 1.0f) || true) return;"
@@ -83,9 +98,7 @@ MISTAKES = {
     "the window has no right side": Planted(
         "paged_attention.cuh", "row.end = row.position + 1 + unit.right < unit.length", "row.end = unit.right < 0"
     ),
-    "only half of the row's maximum": Planted(
-        "scores.cuh", "        m = ptx::larger(m, ptx::shuffle_xor(m, 2));\n", ""
-    ),
+    "only half of the row's maximum": Planted("fragments.cuh", "bits *= 2", "bits *= 8"),
     "teams are merged with one weight": Planted("merge.cuh", "all = team ? fold(all, one) : one;", "all = one;"),
     "pieces share a partial state": Planted(
         "partition.cuh", "first + 1 + static_cast<i64>(step) * (piece - 1)", "first + 1"
@@ -150,8 +163,15 @@ def test_a_planted_mistake_is_caught(mistake: str) -> None:
 
 
 REMEMBERING = {
-    "a share of other lengths is used": Planted(
-        "partition.cuh", "if (now != kept) compute();", "if (!kept) compute();"
+    "a share of other lengths is used": Planted("partition.cuh", "if (now != kept) {", "if (!kept) {"),
+    "a share is read before it is renewed": Planted(
+        "partition.cuh", "            ptx::sync_block();\n            read_record", "            read_record"
+    ),
+    "frames of other lengths are used": Planted(
+        "paged_attention.cuh", "recalled.is_known && walk.steps", "walk.steps != 0"
+    ),
+    "frames are looked up outside of the page table": Planted(
+        "stages.cuh", "!EARLY || static_cast", "true || static_cast"
     ),
     "lengths are not compared": Planted(
         "partition.cuh", "(end_query << 32 | length)", "(end_query << 32 | (length & 0))"
@@ -163,8 +183,8 @@ REMEMBERING = {
     ),
     "only the first sequences are compared": Planted(
         "partition.cuh",
-        "for (i32 b = lane; b < p.num_sequences; b += 32) {\n            const u64",
-        "for (i32 b = lane; b < 1; b += 32) {\n            const u64",
+        "b < p.num_sequences; b += THREADS",
+        "b < 1; b += THREADS",
     ),
     "launches count from the same number": Planted("partition.cuh", "launch + 1", "launch"),
     "tickets of all launches are counted": Planted(
@@ -200,6 +220,40 @@ PIECES = {
         "merge.cuh", "ptx::sync_block();  // the next pieces or stages", "// the next pieces or stages"
     ),
 }
+
+
+ORDER = {
+    "pieces are merged from the last to the first": Planted(
+        "merge.cuh", "fold(all, piece(i))", "fold(all, piece(done ? i : now - i))"
+    ),
+    "a state is merged before the earlier ones": Planted("merge.cuh", "fold(all, piece(i))", "fold(piece(i), all)"),
+    "a ticket is drawn before the piece is stored": Planted(
+        "paged_attention.cuh",
+        """
+    for_quads(unit, group, me.thread, [&](u32, u32 row, u32 column, i64, i32) {
+        mine.store(row, column, load_teams(me.base, row, column));
+    });
+    if (!arrive(p, pieces.first, pieces.count, me)) return;
+""",
+        """
+    const bool is_last = arrive(p, pieces.first, pieces.count, me);
+    for_quads(unit, group, me.thread, [&](u32, u32 row, u32 column, i64, i32) {
+        mine.store(row, column, load_teams(me.base, row, column));
+    });
+    if (!is_last) return;
+""",
+    ),
+    "the CTA that arrives first merges": Planted(
+        "paged_attention.cuh", "static_cast<u32>(expected);", "1 + 0 * expected;"
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ORDER)
+def test_a_planted_mistake_in_the_order_of_merging_is_caught(mistake: str) -> None:
+    assert splits_are_equal(Emulator(3), Emulator(40))
+    with contextlib.suppress(Fault):
+        assert not splits_are_equal(Emulator(3), planted(ORDER[mistake], Emulator(40)))
 
 
 @pytest.mark.parametrize("mistake", some(PIECES))

@@ -36,9 +36,10 @@ PROBE = """
 #include "partition.cuh"
 #include "ptx.cuh"
 
-KERNEL(32, 1) probe(const __grid_constant__ AttentionParams p) {
-    Partition<PROBE_ROWS, PROBE_STEP> partition(p);
-    const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
+KERNEL(64, 1) probe(const __grid_constant__ AttentionParams p) {
+    Partition<PROBE_ROWS, PROBE_STEP, 64> partition(p);
+    Record* record = reinterpret_cast<Record*>(p.kept) + ptx::block_index();
+    const u64 launch = partition.recall(record, ptx::shared_base(), [] {}).launch;
     i64* to = static_cast<i64*>(p.out) + static_cast<i64>(ptx::block_index()) * p.tree_row;  // no tree: a free field
     for (; partition.more(); partition.advance()) {
         const Unit& unit = partition.unit;
@@ -69,8 +70,8 @@ class Probe(NamedTuple):
     rows: int
     step: int
     name: str = "probe"
-    threads: int = 32
-    shared_bytes: int = 0
+    threads: int = 64
+    shared_bytes: int = 16
 
     @property
     def macros(self) -> dict[str, int]:
@@ -381,7 +382,8 @@ def test_equal_sequences_of_an_engine_are_cut_evenly_on_an_h200(sequences: int, 
         ("        is_first = false;\n", "", 2, [decode(4000, 3000, 2000)]),
         ("ptx::block_index()) - first, 2}", "ptx::block_index()) - first, 1}", 8, [decode(4096, 4096)]),
         ("past + unit.weight - 1)", "past + unit.weight)", 8, [Shape((1,), (4096,), (1, 1), split=64)]),
-        ("if (now != kept) compute();", "if (!kept) compute();", 8, [decode(4096, 4096), decode(4096, 3000)]),
+        ("if (now != kept) {", "if (!kept) {", 8, [decode(4096, 4096), decode(4096, 3000)]),
+        ("warp < THREADS / 32", "warp < 1", 8, [decode(*(64,) * 40), decode(*(64,) * 39, 640)]),
     ],
 )
 def test_a_planted_mistake_in_the_partition_is_caught(old: str, new: str, num_sms: int, shapes: list[Shape]) -> None:
