@@ -10,6 +10,8 @@ TORCH  ?= torch==2.13.0
 JOBS   ?= 3
 SINCE  ?= HEAD
 OUT    ?= gpu-results
+CALL   ?= 1
+STAGES ?= call$(CALL)
 TRANSFORMERS ?= 5.14.1
 TRITON ?= 3.7.1
 SELECT ?= not gpu and not slow
@@ -41,7 +43,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DELETE_ON_ERROR:
 .PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
 	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check \
-	gpu gpu-sanitize docs wheel constraints clean FORCE
+	gpu gpu-kit gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -158,8 +160,11 @@ bench-check: $(STAMPS)/dev ## a quick run against the baseline of this instructi
 		$(BIN)/pagedkv bench attention --record $$rows && \
 		$(BIN)/pagedkv bench compare $$base $$rows --relative --tolerance 0.3
 
-gpu: ## the first ten minutes on a GPU, by the Python that has torch: OUT/gpu-results.tar.gz (STAGES=later goes on)
+gpu: ## five minutes on a GPU, by the Python that has torch: OUT/gpu-results.tar.gz (CALL=2, CALL=3, STAGES=later)
 	@$(PYTHON) scripts/gpu.py --out '$(OUT)' $(STAGES)
+
+gpu-kit: $(STAMPS)/dev ## what CALL=2 and CALL=3 need on a GPU without a network, into build/gpu-kit (20 minutes, 3 GB)
+	@$(BIN)/python scripts/gpu_kit.py
 
 gpu-sanitize: ## the same machine: the cases under compute-sanitizer (an hour)
 	@$(PYTHON) scripts/gpu.py --out '$(OUT)' --minutes 60 sanitize-cuda-memcheck sanitize-cuda-racecheck \

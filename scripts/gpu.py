@@ -1,12 +1,13 @@
-"""`make gpu`: whether the GPU kernels are right, and how fast they are, in the first ten minutes on a GPU.
+"""`make gpu`: whether the GPU kernels are right, and how fast they are, in three calls of five minutes on a GPU.
 
-    python scripts/gpu.py [--out FOLDER] [--minutes N] [stage ...]
+    python scripts/gpu.py [--out FOLDER] [--minutes N] [call1 | call2 | call3 | later | stage ...]
 
 FOLDER then has two files: gpu-results.tar.gz, with the log and the rows of each stage, and summary.txt. They are
-complete after each stage, so a run that is killed leaves the stages before. Without names the first ten minutes run;
-"later" names all later stages (on_gpu/stages.py). The status is 0 only if all these stages passed.
+complete after each stage, so a run that is killed leaves the stages before. Without names the first call runs; "later"
+names all later stages (on_gpu/stages.py). The status is 0 only if all these stages passed.
 
-The run installs and compiles no C++ and needs no network. Python must have torch with CUDA and numpy, and triton, CuPy
+The run installs and compiles no C++ and needs no network. Stages that measure other projects take them from the
+archives of `make gpu-kit`, where these were carried along. Python must have torch with CUDA and numpy, and triton, CuPy
 or pytest for the stages that say so. Each stage is a process of its own with a limit of time: a stage that fails, hangs
 or is killed does not stop the others. Without a GPU only the stages that need none run. This file knows only how stages
 are run and reported.
@@ -31,9 +32,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from on_gpu import tree
-from on_gpu.stages import ENVIRONMENT, FIRST, LATER, SANITIZE, Stage
+from on_gpu.stages import CALLS, ENVIRONMENT, LATER, SANITIZE, Stage
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+KIT: Final = ROOT / "build/gpu-kit"
 ARCHIVE, SUMMARY = "gpu-results.tar.gz", "summary.txt"
 GRACE: Final = 15.0
 """Seconds from the interrupt of a stage that is out of time to its end. pytest ends its workers within 10 seconds."""
@@ -41,7 +43,7 @@ GRACE: Final = 15.0
 LAST: Final = 15.0
 """Seconds at the end that no stage takes: for the archive."""
 
-MOST_LINES, COLUMNS = 16, 160
+MOST_LINES, COLUMNS = 30, 200
 """Of a stage, and of the summary."""
 
 MOST_LOG: Final = 256 << 10
@@ -72,7 +74,7 @@ class Run:
     """One call: its folders, and how each stage ended."""
 
     def __init__(self, out: Path, work: Path) -> None:
-        self.out, self.results, self.tree = out, work / "results", work / "tree"
+        self.out, self.work, self.results, self.tree = out, work, work / "results", work / "tree"
         self.ended: dict[str, Ended] = {}
         out.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True)
@@ -90,20 +92,35 @@ class Run:
 
     def _lacks(self, stage: Stage) -> str:
         """Return what a stage needs and this machine lacks; "" for nothing."""
-        found, environment = [], self.ended.get(ENVIRONMENT)
+        found, environment, packed = [], self.ended.get(ENVIRONMENT), self._unpacked(stage.kit)
         for need in stage.needs:
             program = need.removeprefix("program:")
             if need == "gpu" and environment and environment.how != "passed":
                 found.append(f"a GPU, and {environment.why.rpartition(': ')[2]}")
             elif program != need and not shutil.which(program):
                 found.append(f"{program}, which is not on the PATH")
-            elif need != "gpu" and program == need and not importlib.util.find_spec(need):
-                found.append(f"the module {need}, which this Python lacks")
+            elif need != "gpu" and program == need and not (importlib.util.find_spec(need) or (packed / need).exists()):
+                remedy = f"; make gpu-kit packs it into {stage.kit}.tar.xz" if stage.kit else ""
+                found.append(f"the module {need}, which this Python lacks{remedy}")
         return " and ".join(found)
+
+    def _unpacked(self, kit: str) -> Path:
+        """Return the folder of an archive of `make gpu-kit`; it is empty without the archive, or with a damaged one."""
+        folder = self.work / f"kit-{kit}"
+        if kit and not folder.exists():
+            folder.mkdir()
+            try:
+                shutil.unpack_archive(KIT / f"{kit}.tar.xz", folder, filter="data")
+            except Exception as why:  # errors of several modules say that an archive is damaged
+                print(f"build/gpu-kit/{kit}.tar.xz is not used: {why}", flush=True)
+        return folder
 
     def _process(self, stage: Stage, seconds: float) -> Ended:
         log, began = self.results / f"{stage.name}.log", time.monotonic()
         env = {name: value for name, value in os.environ.items() if name not in _UNSET} | _SET | dict(stage.env)
+        if stage.kit:
+            folders = (self.tree, self._unpacked(stage.kit), os.environ.get("PYTHONPATH"))
+            env["PYTHONPATH"] = os.pathsep.join(str(folder) for folder in folders if folder)
         arguments = [argument.replace("{out}", str(self.results)) for argument in stage.arguments]
         command = [*stage.tool, sys.executable, *arguments]
         with log.open("w") as file:
@@ -190,20 +207,23 @@ def logged(file: Path) -> Iterator[None]:
             process.kill()
 
 
+def named() -> dict[str, tuple[Stage, ...]]:
+    """Return the stages that each name of a command line stands for: a call, "later", or one stage."""
+    groups = CALLS | {"later": LATER}
+    return groups | {stage.name: (stage,) for group in (*groups.values(), SANITIZE) for stage in group}
+
+
 def chosen(names: list[str]) -> list[Stage]:
     """Return the stages of this call. The environment is always looked at: the machine may be another one."""
-    stages = {stage.name: stage for stage in (*FIRST, *LATER, *SANITIZE)}
-    picked = list(FIRST) if not names else []
-    for name in names:
-        picked += LATER if name == "later" else [stages[name]]
-    return [stages[ENVIRONMENT], *(stage for stage in picked if stage.name != ENVIRONMENT)]
+    known = named()
+    return list(dict.fromkeys(stage for name in (ENVIRONMENT, *names) for stage in known[name]))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the stages. Return 0 if all of them passed, else 1."""
-    names = ["later", *(stage.name for stage in (*FIRST, *LATER, *SANITIZE))]
+    names = named()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("stages", nargs="*", help="of: " + ", ".join(names))
+    parser.add_argument("stages", nargs="*", default=["call1"], help="of: " + ", ".join(names))
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     parser.add_argument("--minutes", type=float, default=9.0, help="for this call, the archive included")
     options, began, status = parser.parse_args(argv), time.monotonic(), 0

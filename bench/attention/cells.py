@@ -58,10 +58,10 @@ class Cell:
         return " ".join([self.kind, size, kv, f"block {self.block_size}", shape, *special, f"{self.threads} thr"])
 
     def spec(self) -> KVSpec:
-        """Return the geometry of one layer."""
-        return KVSpec(
-            1, self.kv_heads, self.head_dim, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv or None
-        )
+        """Return the geometry of one layer. A key of 576 elements is a latent (MLA); its first 512 are the value."""
+        latent: dict[str, Any] = {"head_dim_v": 512, "value_in_key": True} if self.head_dim == 576 else {}
+        kinds: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv or None}
+        return KVSpec(1, self.kv_heads, self.head_dim, block_size=self.block_size, **kinds, **latent)
 
     def lens(self) -> list[int]:
         """Return the KV length of each sequence.

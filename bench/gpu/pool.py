@@ -18,8 +18,6 @@ from pagedkv.kernels import quant
 ROTATED_BYTES: Final = 512 << 20
 """Bytes that the calls of one graph read together, at least: several times the L2 cache of any GPU."""
 
-BITS: Final = {"int4": 4, "int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "float32": 32}
-
 SCALE: Final = {"int4": 0.25, "int8": 1 / 32}
 """The scale of a token that stores numbers from -2 to 2, or from -4 to 4. The scale of 8-bit floats is 1."""
 
@@ -30,7 +28,7 @@ AT_ONCE: Final = 1 << 26
 class GpuPool:
     """One layer of a pool in the layout of pagedkv.cache, and steps that each read other frames, in random order.
 
-    kv_bytes: bytes of keys and values that a step must read, without scales, tables and the unused rest of a last page.
+    kv_bytes: bytes of keys, values and scales that a step must read, without tables and the unused rest of a last page.
     calls:    steps to measure together: enough that no step finds in the cache the keys that another step read.
     """
 
@@ -38,12 +36,13 @@ class GpuPool:
         spec, self.cell, self.device = cell.spec(), cell, device
         self.pages = [-(-n // cell.block_size) for n in cell.lens()]
         self.frame_bytes = spec.frame_bytes
-        self.kv_bytes = sum(cell.lens()) * cell.kv_heads * 2 * cell.head_dim * BITS.get(spec.stored_dtype, 16) // 8
+        self.kv_bytes = sum(cell.lens()) * spec.bytes_per_token
         self.calls = max(4, min(128, -(-ROTATED_BYTES // self.kv_bytes)))
         self.num_frames = max(sum(self.pages) * min(self.calls, 4), -(-2 * ROTATED_BYTES // spec.frame_bytes))
         size = self.num_frames * spec.frame_bytes
         self.bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.layer = KVLayer(**{name: self._view(name, offset) for name, (offset, _) in spec.regions().items()})
+        views = {name: self._view(name, offset) for name, (offset, _) in spec.regions().items()}
+        self.layer = KVLayer(**{"v": views["k"][..., : spec.value_dim]} | views)
         for stored in (self.layer.k, self.layer.v):
             self._draw(stored)
 

@@ -3,6 +3,7 @@
 Chunks of new tokens at the end of one sequence, causal, bfloat16, 32/8 heads of 128, pages of 16 in random order.
 
     ours      each backend of the registry, over pages
+    fa3       FlashAttention 3 over the same pages (peers.py)
     sdpa      torch's flash attention and cuDNN's, over contiguous keys: what a library reaches without pages
     gather    the pages made contiguous: the cost of calling such a library
     matmul    8192 x 8192 x 8192 in bfloat16: the ceiling
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pagedkv import gather_kv
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.gpu.attention import BASE, Makers, measure, promises
+from pagedkv.bench.gpu.peers import fa3
 from pagedkv.bench.gpu.pool import GpuPool
 from pagedkv.bench.gpu.timing import Rows, Step, keep, options_of, provenance, require_gpu, served
 
@@ -77,6 +79,7 @@ def matmul(pool: GpuPool) -> list[Step]:
 
 
 OTHERS: Final[Makers] = {
+    "fa3": fa3,
     "sdpa flash": lambda pool: sdpa(pool, SDPBackend.FLASH_ATTENTION),
     "sdpa cudnn": lambda pool: sdpa(pool, SDPBackend.CUDNN_ATTENTION),
     "gather": gather,

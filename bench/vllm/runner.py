@@ -80,7 +80,8 @@ def _engine(folder: str, *, dummy: bool) -> Iterator[Any]:
         engine.llm_engine.engine_core.shutdown()
 
 
-def _seconds(engine: Any, prompts: list[list[int]], tokens: int) -> float:
+def seconds_of(engine: Any, prompts: list[list[int]], tokens: int) -> float:
+    """Return the seconds in which an engine generates `tokens` tokens for each prompt."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -89,7 +90,8 @@ def _seconds(engine: Any, prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - began
 
 
-def _prompts(batch: int, context: int, turn: int) -> list[list[int]]:
+def prompts_of(batch: int, context: int, turn: int) -> list[list[int]]:
+    """Return `batch` prompts of ids below 1,003, other ones in each turn."""
     return [[3 + (turn * 31 + row * 7 + at) % 1000 for at in range(context)] for row in range(batch)]
 
 
@@ -112,14 +114,14 @@ def _report_decode(
     batch, context = shape
 
     def step(turn: int) -> float:
-        prompts = _prompts(batch, context - LONG, turn)
-        return (_seconds(engine, prompts, LONG) - _seconds(engine, prompts, SHORT)) / (LONG - SHORT) * 1e3
+        prompts = prompts_of(batch, context - LONG, turn)
+        return (seconds_of(engine, prompts, LONG) - seconds_of(engine, prompts, SHORT)) / (LONG - SHORT) * 1e3
 
     _report("decode", shape, "ms a step", _in_turns(chosen, turns, step), report, MUSTS.get(shape))
 
 
 def _report_prefill(engine: Any, chosen: mmap.mmap, context: int, turns: int, report: Callable[[Row], None]) -> None:
-    times = _in_turns(chosen, turns, lambda turn: _seconds(engine, _prompts(1, context, turn), 1))
+    times = _in_turns(chosen, turns, lambda turn: seconds_of(engine, prompts_of(1, context, turn), 1))
     _report("prefill", (1, context), "s", times, report, 1.0)
 
 

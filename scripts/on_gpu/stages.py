@@ -1,6 +1,6 @@
 """The stages of `make gpu`: what each one runs, what it needs, and the most seconds that it may take.
 
-    FIRST      the first ten minutes: whether the kernels are right, how fast memory is, how fast they are
+    CALLS      three calls, 15 minutes together: whether the kernels are right and how fast; other projects; vLLM
     LATER      what later calls add: the grids of cases, the laws, the whole benchmark
     SANITIZE   the cases under compute-sanitizer, slow and only on request
 
@@ -26,6 +26,7 @@ class Stage(NamedTuple):
     needs:     Python modules and programs (these as "program:NAME") without which it cannot run; "gpu" is one, too.
     tool:      a command that runs Python, with its arguments.
     env:       environment variables of this stage.
+    kit:       the archive of `make gpu-kit` that is unpacked to Python's path, where it was carried along.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Stage(NamedTuple):
     needs: tuple[str, ...] = ("gpu",)
     tool: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    kit: str = ""
 
 
 def _bench(module: str, *options: str) -> tuple[str, ...]:
@@ -59,21 +61,46 @@ def _pytest(name: str, seconds: float, *files: str, apart: bool = False) -> Stag
 CUDA, TRITON = ("gpu", "cupy"), ("gpu", "triton")
 ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
 USERS = "tests/on_gpu"
+VLLM = "tests/integrations/vllm/host/test_on_gpu.py"
 CONFORMANCE = "tests/kernels/test_conformance.py"
 LIBRARY = "tests/kernels/library"
 VALUES = tuple(f"tests/kernels/{folder}" for folder in ("gather", "hostile", "latents", "masks"))
 _ELSEWHERE = (ON_GPU, GRAPHS, CONFORMANCE, LIBRARY, *VALUES)
 ENVIRONMENT: Final = "environment"
 
-FIRST: Final = (
-    Stage(ENVIRONMENT, _bench("environment"), 40, needs=("torch",)),
-    Stage("race", _bench("race"), 130),
-    Stage("ceilings", _bench("ceiling"), 50, needs=TRITON),
-    Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick"), 80, needs=TRITON),
-    Stage("host", _bench("host"), 40),
-    Stage("prefill", _bench("prefill"), 55),
-)
-"""In order: first whether results are right, then the ceilings that speed is compared with, then speed."""
+_LOOK: Final = Stage(ENVIRONMENT, _bench("environment"), 30, needs=("torch",))
+_OFFLINE: Final = (("VLLM_HOST_IP", "127.0.0.1"), ("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1"))
+
+
+def _vllm(name: str, seconds: float, *arguments: str) -> Stage:
+    env = (*_OFFLINE, ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
+    return Stage(name, arguments, seconds, ("gpu", "vllm"), env=env, kit="vllm")
+
+
+CALLS: Final = {
+    "call1": (
+        _LOOK,
+        Stage("race", _bench("race"), 110),
+        Stage("stream", _bench("stream"), 40, needs=CUDA),
+        Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick"), 70, needs=TRITON),
+        Stage("ceilings", _bench("ceiling"), 30, needs=TRITON),
+    ),
+    "call2": (
+        _LOOK,
+        # a kernel that FlashInfer compiles on the spot takes longer than the stage
+        Stage("peers", _bench("peers"), 120, TRITON, env=(("FLASHINFER_DISABLE_JIT", "1"),), kit="peers"),
+        Stage("prefill", _bench("prefill"), 45, kit="peers"),
+        Stage("host", _bench("host"), 25),
+    ),
+    "call3": (
+        _LOOK,
+        _vllm("tokens", 105, *_pytest("", 0, VLLM).arguments, "-k", "llama"),
+        _vllm("vllm-custom", 50, *_bench("vllm_step", "--backend", "CUSTOM")),
+        _vllm("vllm-flash", 50, *_bench("vllm_step", "--backend", "FLASH_ATTN")),
+        _vllm("vllm-triton", 50, *_bench("vllm_step", "--backend", "TRITON_ATTN")),
+    ),
+}
+"""In each call the results that decide most come first: first whether results are right, then speed."""
 
 LATER: Final = (
     Stage("cases-triton", _cases("triton", "small"), 240, needs=TRITON),

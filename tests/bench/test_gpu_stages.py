@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from pagedkv import KernelUnavailable, paged_attention
-from pagedkv.bench.gpu import attention, host, pool, prefill, race, sass
+from pagedkv.bench.gpu import attention, host, peers, pool, prefill, race, sass, stream
+from pagedkv.kernels.cuda import compiler
 
 TINY = replace(attention.BASE, batch=3, context=50, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
 
@@ -38,7 +39,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "captured", captured)
     monkeypatch.setattr(attention, "in_turn", in_turn)
     small = type("Small", (pool.GpuPool,), {"__init__": lambda self, cell: pool.GpuPool.__init__(self, cell, "cpu")})
-    for module in (attention, host, prefill, race):
+    for module in (attention, host, peers, prefill, race):
         monkeypatch.setattr(module, "GpuPool", small)
         monkeypatch.setattr(module, "require_gpu", lambda: None)
         monkeypatch.setattr(module, "provenance", lambda: {"gpu": "NVIDIA H200"})
@@ -89,8 +90,38 @@ def test_each_measurement_runs_and_names_what_refuses(
     monkeypatch.setattr(attention, "ceiling", lambda pool: [lambda: None])
     attention.main(["--backends", "reference", "cuda", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    for text in ("cuda, paged_attention: KernelUnavailable", "must be <= 99: MISSED", "  sdpa: ValueError: it has no"):
+    for text in ("cuda, paged_attention: KernelUnavailable", "must be <= 99: MISSED"):
         assert text in printed, text
+    rows = [json.loads(line) for line in (tmp_path / "gpu-attention.jsonl").read_text().splitlines()]
+    judged = [attention.promises(rows, ["reference"], f"NVIDIA {gpu}") for gpu in ("H200", "H100 80GB HBM3", "GH200")]
+    assert [len(lines) for lines in judged] == [1, 0, 0], "a promise names the GPU that makes it"
+
+
+def test_a_peer_that_is_not_here_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peers, "GROUPS", ((TINY, replace(TINY, kv="int8")),))
+    monkeypatch.setattr(peers, "LATENTS", ((replace(TINY, kv_heads=1, head_dim=576),),))
+    for name in ("BASE", "PROMPT"):
+        monkeypatch.setattr(peers, name, TINY)
+    assert peers.main(["--out", str(tmp_path)]) == 1
+    rows = [json.loads(line) for line in (tmp_path / "gpu-attention.jsonl").read_text().splitlines()]
+    why = {(row["cell"]["kv"], row["who"]): row.get("why_not", "") for row in rows}
+    assert why["", "sdpa"] == ""
+    assert "int8 with scales per token and head" in why["int8", "fa3"]
+    assert {why["", who].endswith("`make gpu-kit` brings it") for who in ("fa3", "flashmla")} == {True}
+    assert "flashinfer served no cell" in capsys.readouterr().out
+
+
+def test_stream_compiles_for_a_gpu_and_compares_thirds_of_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    for depth in {depth for depth, *_ in stream.ways(132).values()}:
+        kernel = stream.kernel_of(depth)
+        monkeypatch.setattr(compiler, "_sources", lambda code=kernel["code"]: {"stream.cuh": code})
+        macros = dict(option[2:].split("=") for option in kernel["options"][1:])
+        assert " 0 bytes spill" in compiler.compile_cubin("stream", macros, "sm_90").log
+    told = torch.tensor([[0, 90], [0, 70], [1, 100], [2, 160]])
+    assert stream.cycles_of(told) == {"thirds": 0.5, "cycles_by_sm": {0: 80, 1: 100, 2: 160}}
 
 
 def test_warps_hide_a_latency_and_share_a_scheduler() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import sys
 import tarfile
 import time
@@ -15,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))  # as Python does that runs a script
 
 from on_gpu import stages, tree  # noqa: E402
-from on_gpu.stages import FIRST, LATER, SANITIZE, Stage  # noqa: E402
-from scripts import gpu  # noqa: E402
+from on_gpu.stages import CALLS, LATER, SANITIZE, Stage  # noqa: E402
+from scripts import gpu, gpu_kit  # noqa: E402
 from tests.cases import GRID, SMALL  # noqa: E402
 from tests.kernels import by_hand  # noqa: E402
 
@@ -39,10 +40,16 @@ def test_a_stage_that_fails_hangs_or_is_killed_does_not_stop_the_others(
         stage("killed", "import os, signal; print('half', flush=True); os.kill(os.getpid(), signal.SIGKILL)"),
         stage("gpu", "", needs=("gpu",)),
         stage("good", GOOD),
+        stage("packed", "import packed", needs=("packed",), kit="good"),
+        stage("lacks", "", needs=("packed",), kit="none"),
         stage("stops", "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"),
     )
     monkeypatch.setattr(tree, "copy", lambda root, target: target.mkdir())
-    monkeypatch.setattr(gpu, "FIRST", fakes)
+    monkeypatch.setattr(gpu, "CALLS", {"call1": fakes})
+    monkeypatch.setattr(gpu, "KIT", tmp_path)
+    monkeypatch.setattr(gpu_kit, "KIT", tmp_path)
+    monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
+    gpu_kit.pack("good", iter([("packed/__init__.py", b"print('= unpacked')")]))
     monkeypatch.setenv("PAGEDKV_DEBUG", "3")
     began = time.monotonic()
     with pytest.raises(SystemExit, match="143"):  # a run that is killed leaves the stages before
@@ -55,6 +62,8 @@ def test_a_stage_that_fails_hangs_or_is_killed_does_not_stop_the_others(
         "killed: FAILED, N s: killed by SIGKILL: half",
         "gpu: not run, 0 s: needs a GPU, and torch finds no GPU here",
         "good: passed, N s",
+        "  unpacked",
+        "lacks: not run, 0 s: needs the module packed, which this Python lacks; make gpu-kit packs it into none.tar.xz",
     ):
         assert text in lines, summary
     assert any(line.startswith("hangs: out of time, N s: after 5 s; ") for line in lines)
@@ -66,10 +75,11 @@ def test_a_stage_that_fails_hangs_or_is_killed_does_not_stop_the_others(
 
 
 def test_stages_fit_into_a_call_and_name_modules_files_and_options_that_exist() -> None:
-    every = (*FIRST, *LATER, *SANITIZE)
-    assert sum(stage.seconds for stage in FIRST) + gpu.LAST <= 9 * 60
-    assert max(stage.seconds for stage in LATER) + gpu.GRACE + FIRST[0].seconds + gpu.LAST <= 600
-    assert [FIRST[0].name, len({stage.name for stage in every})] == [stages.ENVIRONMENT, len(every)]
+    assert sum(stage.seconds for call in CALLS.values() for stage in call) + 3 * gpu.LAST <= 14 * 60
+    assert {call[0].name for call in CALLS.values()} == {stages.ENVIRONMENT}
+    assert max(stage.seconds for stage in LATER) + gpu.GRACE + CALLS["call1"][0].seconds + gpu.LAST <= 600
+    every = {stage for group in (*CALLS.values(), LATER, SANITIZE) for stage in group}
+    assert len({stage.name for stage in every}) == len(every)
     for each in every:
         assert each.arguments[0] == "-m"
         if each.arguments[1] == "pytest":
@@ -79,6 +89,17 @@ def test_stages_fit_into_a_call_and_name_modules_files_and_options_that_exist() 
         source = path.with_suffix(".py").read_text()
         for option in (part for part in each.arguments if part.startswith("--") and part != "--out"):
             assert f'"{option}"' in source, f"{path} takes no {option}"
+
+
+def test_a_library_of_the_kit_keeps_the_device_code_of_one_architecture() -> None:
+    def container(*archs: int) -> bytes:
+        entries = b"".join(struct.pack("<HHIQ12xI32x", 2, 257, 64, 8, arch) + b"%08d" % arch for arch in archs)
+        return gpu_kit.CONTAINER + struct.pack("<Q", len(entries)) + entries
+
+    packed = container(90)
+    empty = bytes(len(container(80, 90, 120)) - len(packed))
+    thin = gpu_kit.thinned(b"host" + container(80, 90, 120) + b"host" + container(80) + b"host")
+    assert thin == b"host" + packed + empty + b"host" + container(80).replace(b"00000080", bytes(8)) + b"host"
 
 
 def test_cases_without_pytest_are_judged_as_with_it(
