@@ -6,8 +6,10 @@ shapes, dtypes and launches are checked, and a read of a tensor by the host fail
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,13 @@ from tests.kernels.library.test_library import LIBRARY, NEEDS_A_GPU, ON_A_GPU, P
 from tests.kernels.test_on_gpu import captured
 from tests.kernels.triton.compiled import typical_call
 
-FLASH = backend._flash
+FLASH, FLASH_3 = backend._flash, backend._flash_attention_3
+
+
+@pytest.fixture(autouse=True)
+def without_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide vLLM's FlashAttention 3, which another test may have loaded."""
+    monkeypatch.setattr(backend, "_flash_attention_3", lambda: None)
 
 
 class Launches:
@@ -380,6 +388,7 @@ def by_fa3(by_cudnn: list[Shape], monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         library.define(f"fwd({FA3}) -> Tensor[]")
         library.impl("fwd", forward, "CPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(backend, "_flash_attention_3", FLASH_3)
         monkeypatch.setattr(backend, "_reads_pages", lambda case: READS(case._replace(device="cuda")))
         yield calls
     registry._resolve.cache_clear()
@@ -471,6 +480,25 @@ def test_on_a_gpu_cudnn_serves_squares_and_chunks_of_one_sequence(case: Case, mo
     q = torch.zeros(1, 4, 256, 128, dtype=torch.bfloat16, device="cuda")
     serves = products._cudnn_serves(q, q[:, :1], q[:, :1], True)
     assert len(calls) == (1 + (case.kv_lens[0] >= 1280) if serves else 0)
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 300}, {"softcap": 5.0}, {"sinks": True}, {"punched": True}], ids=str
+)
+def test_on_a_gpu_flash_attention_3_keeps_the_contract(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [file for folder in sys.path if (file := Path(folder, "_vllm_fa3_C.abi3.so")).is_file()]
+    if not files:
+        pytest.skip("vLLM's FlashAttention 3 is not on Python's path: `make gpu-kit` brings it")
+    torch.ops.load_library(files[0])
+    calls, real = [], backend._flash_in_pages
+    monkeypatch.setattr(backend, "_flash_attention_3", FLASH_3)
+    monkeypatch.setattr(backend, "_flash_in_pages", lambda *given: (calls.append(given), real(*given))[1])
+    for case in (LARGE[4], replace(LARGE[0], q_lens=(200, 1, 90), kv_lens=(1300, 700, 90), padding=3, rows=True)):
+        (built := replace(case, **options).build()).options["sinks"] = torch.arange(4.0) if "sinks" in options else None
+        ON_A_GPU.check(replace(case, **options), built)
+    assert len(calls) == 2
 
 
 @pytest.mark.gpu
