@@ -47,52 +47,25 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(mm, space, MemoryManager(4, 4).open(), released, mm.plan([busy], [3]), settled)
 
 
+REOPEN = "open or fork a new one"
+OTHER_SPACE = "belongs to another manager; use the one that opened it"
+OTHER_PLAN = "made by another manager; give it back to that one"
+NO_GENERATION = r"space 1 was released: this handle is of generation \d+; open or fork"
+
 MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "double release": (lambda s: s.released.release(), DoubleRelease, r"space 1 was released already; drop the handle"),
-    "stale handle, planned": (
-        lambda s: s.mm.plan([s.released], [1]),
-        StaleHandle,
-        r"space 1 was released: this handle is of generation \d+; open or fork",
-    ),
-    "stale handle, forked": (lambda s: s.released.fork(), StaleHandle, "open or fork a new one"),
-    "stale handle, read": (lambda s: s.released.pages, StaleHandle, "open or fork a new one"),
-    "stale handle, measured": (lambda s: len(s.released), StaleHandle, "open or fork a new one"),
-    "stale handle, pinned": (lambda s: s.mm.pin(s.released), StaleHandle, "open or fork a new one"),
-    "stale number": (
-        lambda s: s.mm.plan(np.array([9]), [1]),
-        StaleHandle,
-        "space 9, which is not open; open or fork one",
-    ),
-    "foreign handle": (
-        lambda s: s.mm.plan([s.foreign], [1]),
-        InvalidRequest,
-        "belongs to another manager; use the one that opened it",
-    ),
-    "foreign handle, released": (
-        lambda s: s.mm.release(s.foreign),
-        InvalidRequest,
-        "belongs to another manager; use the one that opened it",
-    ),
-    "foreign plan": (
-        lambda s: s.foreign.manager.abort(s.plan),
-        InvalidRequest,
-        "made by another manager; give it back to that one",
-    ),
-    "foreign plan, committed": (
-        lambda s: s.foreign.manager.commit(s.plan, [1] * 3),
-        InvalidRequest,
-        "made by another manager; give it back to that one",
-    ),
-    "plan settled twice": (
-        lambda s: s.mm.commit(s.settled, [1]),
-        PlanConflict,
-        "was committed already; make a new one",
-    ),
-    "read before computed": (
-        lambda s: s.mm.commit(s.plan, [1, 1, 1, 1]),
-        InvalidRequest,
-        r"4 token ids and counts \[3\]",
-    ),
+    "stale handle, planned": (lambda s: s.mm.plan([s.released], [1]), StaleHandle, NO_GENERATION),
+    "stale handle, forked": (lambda s: s.released.fork(), StaleHandle, REOPEN),
+    "stale handle, read": (lambda s: s.released.pages, StaleHandle, REOPEN),
+    "stale handle, measured": (lambda s: len(s.released), StaleHandle, REOPEN),
+    "stale handle, pinned": (lambda s: s.mm.pin(s.released), StaleHandle, REOPEN),
+    "stale number": (lambda s: s.mm.plan(np.array([9]), [1]), StaleHandle, "9, which is not open; open or fork one"),
+    "foreign handle": (lambda s: s.mm.plan([s.foreign], [1]), InvalidRequest, OTHER_SPACE),
+    "foreign handle, released": (lambda s: s.mm.release(s.foreign), InvalidRequest, OTHER_SPACE),
+    "foreign plan": (lambda s: s.foreign.manager.abort(s.plan), InvalidRequest, OTHER_PLAN),
+    "foreign plan, committed": (lambda s: s.foreign.manager.commit(s.plan, [1] * 3), InvalidRequest, OTHER_PLAN),
+    "plan settled twice": (lambda s: s.mm.commit(s.settled, [1]), PlanConflict, "committed already; make a new one"),
+    "read before computed": (lambda s: s.mm.commit(s.plan, [1] * 4), InvalidRequest, r"4 token ids and counts \[3\]"),
     "kept more than planned": (lambda s: s.mm.commit(s.plan, [1] * 4, [4]), InvalidRequest, "than the 3 planned"),
     "named twice": (
         lambda s: s.mm.plan([s.space, s.space], [1, 1]),
@@ -104,11 +77,7 @@ MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
         InvalidRequest,
         "asks for -1 tokens of address space 0; give 0 or more",
     ),
-    "too many": (
-        lambda s: s.mm.plan([s.space], [99]),
-        OutOfFrames,
-        r"needs \d+ frames; \d+ are free.*or raise num_frames",
-    ),
+    "too many": (lambda s: s.mm.plan([s.space], [99]), OutOfFrames, r"\d+ frames; \d+ are free.*or raise num_frames"),
     "unknown tokens cut off": (
         lambda s: s.space.truncate(7),
         InvalidRequest,

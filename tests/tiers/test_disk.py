@@ -26,11 +26,9 @@ def reopened(folder: Path, key: bytes | None = None, model: str = "m", rank: int
     """Return (tokens of IDS fetched from the folder, loads that were corrupt)."""
     tier = DiskTier(folder, "1MiB", key=key)
     world = World(PagedKVCache(SPEC, model=model, rank=rank, num_frames=16, tiers=[tier]))
-    fetch = world.cache.fetch(IDS)
-    assert fetch.wait(300)
-    assert world.check_found(IDS) == fetch.tokens
+    found = world.fetched(IDS)
     world.cache.tiers.close()
-    return fetch.tokens, tier.stats().corrupt
+    return found, tier.stats().corrupt
 
 
 @pytest.fixture
@@ -83,14 +81,10 @@ def test_files_that_are_cut_short_while_they_are_in_use_cost_their_pages(tmp_pat
     world = evicted(DiskTier(tmp_path, "64MiB"))
     for end in ("seals", "bytes", "json"):
         os.truncate(tmp_path / f"pagedkv-tier.{end}", 0)
-    fetch = world.cache.fetch(IDS)
-    assert fetch.wait(300)
-    assert world.check_found(IDS) == fetch.tokens == 0
-    world.run([7, *IDS])
-    assert world.cache.tiers.flush(300)
+    assert world.fetched(IDS) == 0
+    world.store([7, *IDS])
     world.cache.evict(16)
-    assert world.cache.fetch([7, *IDS]).wait(300)
-    assert world.check_found([7, *IDS]) == 40
+    assert world.fetched([7, *IDS]) == 40
     world.cache.tiers.close()
     assert reopened(tmp_path) == (0, 0)
 
@@ -141,7 +135,6 @@ while True:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 15))])
 def test_a_process_that_is_killed_leaves_no_torn_page(seed: int, tmp_path: Path) -> None:
     run = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
     for _ in range(random.Random(seed).randrange(1, 120)):
         assert run.stdout.readline() == "goes on\n"
     run.send_signal(signal.SIGKILL)
@@ -152,9 +145,7 @@ def test_a_process_that_is_killed_leaves_no_torn_page(seed: int, tmp_path: Path)
     found = 0
     first = list(range(41))  # stored before all others, which a busy machine may not come to
     for ids in (first, *([turn % 40, *range(turn, turn + 40)] for turn in range(0, 420, 7))):
-        fetch = world.cache.fetch(ids)
-        assert fetch.wait(300)
-        found += world.check_found(ids)
+        found += world.fetched(ids)
     assert found > 0
     assert tier.stats().corrupt == 0
     world.cache.tiers.close()
@@ -165,17 +156,14 @@ def test_a_disk_that_is_full_costs_only_its_pages(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tier = DiskTier(tmp_path, "1MiB")
-    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
-    world = World(cache)
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        world.run(IDS)
-        assert cache.tiers.flush(300)
+        world.store(IDS)
     assert (tier.stats().failed, tier.stats().stored, tier.stats().pages) == (PAGES, 0, 0)
-    world.run(IDS[:9] + [7] * 30)
-    assert cache.tiers.flush(300)
+    world.store(IDS[:9] + [7] * 30)
     assert tier.stats().stored > 0
-    cache.tiers.close()
+    world.cache.tiers.close()
 
 
 @pytest.mark.parametrize("fails", [(threading.Thread, "start"), (os, "posix_fallocate"), (os, "ftruncate")])

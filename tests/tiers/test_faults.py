@@ -62,8 +62,7 @@ class Five(Tier):
 
 def test_five_methods_make_a_tier_and_forget_hides_its_pages() -> None:
     world = evicted(Five())
-    assert world.cache.fetch(IDS).done
-    assert world.check_found(IDS) == 40
+    assert world.fetched(IDS) == 40
     world.cache.forget()
     assert world.cache.fetch(IDS).asked == 0  # though the tier has dropped nothing: the names are others now
     world.cache.tiers.close()
@@ -83,8 +82,7 @@ def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_
     now += level.SKIPPED - 0.1
     assert world.cache.fetch(IDS).asked == 0  # not even asked
     now += 0.2
-    assert world.cache.fetch(IDS).done
-    assert world.check_found(IDS) == 40
+    assert world.fetched(IDS) == 40
 
 
 def hanging() -> tuple[Stubborn, World, Fetch]:
@@ -107,8 +105,7 @@ def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.
     stubborn.may_load.set()
     assert fetch.wait(300)
     assert world.cache.tiers.quiesce(300)
-    assert world.cache.fetch(IDS).wait(300)
-    assert world.check_found(IDS) == 40
+    assert world.fetched(IDS) == 40
     world.cache.tiers.close()
 
 
@@ -142,8 +139,7 @@ def test_a_tier_that_raises_keeps_no_other_from_forgetting_and_closing(tmp_path:
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[Rude(), disk]))
     world.cache.set_quota(b"acme", hard=8)
     assert disk._slots.stats().tenants[disk._charged(b"acme")].hard > 0
-    world.run(IDS)
-    assert world.cache.tiers.flush(300)
+    world.store(IDS)
     world.cache.forget()
     assert disk.stats().pages == 0
     world.cache.tiers.close()
@@ -183,9 +179,7 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
     may_go_on.set()
     assert world.cache.tiers.flush(300)
     assert tier.stats().changed >= 1
-    fetch = world.cache.fetch(IDS)
-    assert fetch.wait(300)
-    assert world.check_found(IDS) == fetch.tokens < 40
+    assert world.fetched(IDS) < 40
     world.cache.tiers.close()
 
 
@@ -205,8 +199,7 @@ def test_a_load_that_hangs_ends_at_its_deadline_and_its_frames_wait_for_it() -> 
     cache.tiers.quiesce()
     assert cache.stats().mapped == 0
     cache.check()
-    assert cache.fetch(IDS).wait(300)
-    assert world.check_found(IDS) == 40
+    assert world.fetched(IDS) == 40
     cache.tiers.close()
 
 
@@ -305,8 +298,7 @@ def test_pages_and_frames_of_an_interrupted_call_come_back_without_a_collection(
     finally:
         gc.enable()
     world.cache.evict(16)
-    world.run([7, *IDS])
-    assert world.cache.tiers.flush(300)
+    world.store([7, *IDS])
     assert host.stats().pages == 2 * PAGES
     world.cache.tiers.close()
 
@@ -317,8 +309,7 @@ def life(world: World, hold: bool) -> None:
     fetch.wait(300)
     world.check_found(IDS)
     fetch.cancel()
-    world.run(IDS[:9] + [7] * 5)
-    world.cache.tiers.flush(300)
+    world.store(IDS[:9] + [7] * 5)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -360,9 +351,8 @@ def test_prompts_with_one_prefix_load_it_once() -> None:
     assert world.check_found(IDS) == 40
     assert world.cache.stats().mapped == 0
     host.may_load.clear()
-    first, second = (world.cache.fetch(IDS) for _ in range(2)) if world.cache.evict(64) else (None, None)
-    assert first is not None
-    assert second is not None
+    assert world.cache.evict(64)
+    first, second = (world.cache.fetch(IDS) for _ in range(2))
     second.cancel()  # it has no frames, and the first goes on
     assert second.done
     assert not first.done
@@ -382,8 +372,7 @@ def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_la
         tier, world = begun(kind)
         prompts = [(list(range(at, at + 37)), tenant) for at, tenant in ((0, b"acme"), (100, b"acme"), (200, digest))]
         for ids, tenant in prompts:
-            world.run(ids, tenant)
-            assert world.cache.tiers.flush(300)
+            world.store(ids, tenant)
         world.cache.evict(16)
         if kind == "disk":
             world.cache.tiers.close()
@@ -398,8 +387,7 @@ def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_la
         kept = [slot for slot in tier._slots.victims(40).tolist() if slot in order]
         assert tier._slots.names(kept) == last
         for ids, tenant in prompts:
-            assert world.cache.fetch(ids, tenant=tenant).wait(300)
-            found = world.check_found(ids, tenant)
+            found = world.fetched(ids, tenant)
         assert found == 36
         world.cache.tiers.close()
 
@@ -407,11 +395,9 @@ def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_la
 def test_what_came_back_is_stored_and_what_came_once_is_not() -> None:
     tier = HostTier("1MiB")
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier], write_back=UsedAgain()))
-    world.run(IDS)
-    assert world.cache.tiers.flush(300)
+    world.store(IDS)
     assert tier.stats().stored == 0
     world.cache.evict(16)
-    world.run(IDS)
-    assert world.cache.tiers.flush(300)
+    world.store(IDS)
     assert 1 <= tier.stats().stored <= PAGES  # some are forgotten: a small pool remembers few, see index.remember
     world.cache.tiers.close()

@@ -21,8 +21,7 @@ def world_with(*prompts: list[int], tenant: bytes = b"", num_frames: int = FRAME
     """Return a world whose pool is empty, and whose tier has the pages of `prompts`."""
     world = World(PagedKVCache(SPEC, num_frames=num_frames, tiers=[HostTier("1MiB")]))
     for prompt in prompts:
-        world.run(prompt, tenant)
-        assert world.cache.tiers.flush(300)
+        world.store(prompt, tenant)
     world.cache.evict(num_frames)
     return world
 

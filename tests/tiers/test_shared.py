@@ -46,21 +46,16 @@ def world(client: Client, spec: KVSpec = SPEC, *, model: str = "a model", rank: 
 def stored(store: Store, **options: object) -> World:
     """Return a world that has stored IDS."""
     made = world(store.client(), **options)
-    made.run(IDS)
-    assert made.cache.tiers.flush(300)
+    made.store(IDS)
     return made
 
 
 def fetched(other: World) -> int:
     """Fetch IDS, check the bytes of all that is found, and return how many tokens that is."""
-    cache = other.cache
-    fetch = cache.fetch(IDS)
-    assert fetch.wait(300)
-    assert cache.tiers.flush(300)
-    assert cache.stats().mapped == 0
-    cache.check()
-    found = other.check_found(IDS)
-    assert found == fetch.tokens
+    found = other.fetched(IDS)
+    assert other.cache.tiers.flush(300)
+    assert other.cache.stats().mapped == 0
+    other.cache.check()
     return found
 
 
@@ -154,8 +149,7 @@ def test_a_damaged_or_planted_record_is_a_miss(store: Store, damage: str) -> Non
         assert stats.corrupt > 0 or stats.hits == 0  # an object that its head does not describe has no pages
     else:
         assert stats.corrupt > 0
-    assert two.run(IDS) == found  # it is computed
-    assert two.cache.tiers.flush(300)
+    assert two.store(IDS) == found  # it is computed
     two.cache.evict(16)
     assert fetched(two) == PAGES * SIZE  # and stored again
     closed(one, two)
@@ -173,8 +167,7 @@ def test_the_tier_keeps_no_more_than_its_size_and_deletes_its_own_pages_alone(st
     frame = one.cache.frame_bytes + HEADER.size
     two = world(store.client(), size=4 * frame)
     for start in range(100, 600, 100):
-        two.run(list(range(start, start + 4 * SIZE + 1)))
-        assert two.cache.tiers.flush(300)
+        two.store(list(range(start, start + 4 * SIZE + 1)))
     if not isinstance(store, Objects):  # there records are in objects, of several pages
         until(lambda: len(store.records()) <= PAGES + 4)
     assert two.cache.tiers.stats()["shared"].pages <= 4
@@ -189,8 +182,7 @@ def test_forget_deletes_what_the_process_stored_and_hides_the_rest(store: Store)
     one.cache.forget()
     until(lambda: not store.records())  # another process may load what is not deleted yet
     assert fetched(two) == 0
-    two.run(IDS)
-    assert two.cache.tiers.flush(300)
+    two.store(IDS)
     assert fetched(one) == 0  # stored by a process that may have other weights
     closed(one, two)
 
@@ -215,8 +207,7 @@ def test_a_store_is_asked_only_for_pages_that_faster_tiers_lack() -> None:
     store = Memory(Path())
     one, client = stored(store), Asked(store.contents)
     two = over_host_and(client)
-    two.run(IDS[:21])
-    assert two.cache.tiers.flush(300)
+    two.store(IDS[:21])
     two.cache.evict(16)
     assert fetched(two) == PAGES * SIZE
     assert client.num_asked == PAGES - 5  # five pages were in host memory
@@ -259,8 +250,7 @@ def test_a_store_that_fails_after_it_kept_the_pages_keeps_none() -> None:
 
     store = Memory(Path())
     one = world(Late(store.contents))
-    one.run(IDS)
-    assert one.cache.tiers.flush(300)
+    one.store(IDS)
     assert one.cache.tiers.stats()["shared"].failed == PAGES
     one.cache.tiers.close()
     assert not store.contents
@@ -273,8 +263,7 @@ def test_a_store_that_cannot_be_asked_costs_no_page_of_another_process() -> None
 
     store = Memory(Path())
     one, two = stored(store), world(Silent(store.contents))
-    two.run(IDS)
-    assert two.cache.tiers.flush(300)
+    two.store(IDS)
     assert two.cache.tiers.stats()["shared"].failed == PAGES
     two.cache.tiers.close()
     assert len(store.contents) == PAGES
@@ -422,7 +411,7 @@ def test_a_server_that_hangs_is_asked_once_and_costs_a_lookup_its_patience_and_n
     until(lambda: client.num_asked == 1)
     client.may_answer.set()
     until(lambda: two.cache.fetch(IDS).asked > 0)
-    until(lambda: two.cache.fetch(IDS).wait(300) and two.check_found(IDS) == PAGES * SIZE)
+    until(lambda: two.fetched(IDS) == PAGES * SIZE)
     closed(one, two)
 
 
@@ -436,8 +425,7 @@ def test_a_server_that_dies_makes_every_page_a_miss(tmp_path: Path) -> None:
     assert fetch.tokens in range(0, 41, SIZE)
     two.cache.evict(16)
     assert fetched(two) == 0
-    assert two.run(list(range(100, 140))) == 0  # and others go on
-    assert two.cache.tiers.flush(300)
+    assert two.store(list(range(100, 140))) == 0  # and others go on
     assert two.cache.tiers.stats()["shared"].failed > 0
     assert not find([]).size
     closed(one, two)
@@ -448,8 +436,7 @@ def test_a_full_server_refuses_pages_and_goes_on_with_the_others(tmp_path: Path)
     tiers = [shared(store.client(), "64MiB")]
     full = World(PagedKVCache(replace(SPEC, num_layers=256), num_frames=64, tiers=tiers, model="a model"))
     for start in range(0, 1000, 100):
-        full.run(list(range(start, start + 41)))
-        assert full.cache.tiers.flush(300)
+        full.store(list(range(start, start + 41)))
     stats = full.cache.tiers.stats()["shared"]
     assert stats.stored > 0
     assert stats.refused > 0
@@ -461,20 +448,16 @@ def test_mooncake_shares_pages_and_a_dead_master_is_a_miss(tmp_path: Path, monke
     monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
     store = Mooncake(tmp_path)
     one, two = (world(store.client()) for _ in range(2))
-    one.run(IDS)
-    assert one.cache.tiers.flush(300)
+    one.store(IDS)
     assert fetched(two) == PAGES * SIZE
-    assert two.run(list(range(100, 141))) == 0
-    assert two.cache.tiers.flush(300)
+    assert two.store(list(range(100, 141))) == 0
     assert [each.cache.tiers.stats()["shared"].stored for each in (one, two)] == [PAGES, PAGES]
     one.cache.evict(16)
-    assert one.cache.fetch(list(range(100, 141))).wait(300)
-    assert one.check_found(list(range(100, 141))) == PAGES * SIZE
+    assert one.fetched(list(range(100, 141))) == PAGES * SIZE
     store.process.kill()
     two.cache.evict(16)
     assert fetched(two) == 0
-    two.run(list(range(200, 241)))  # and others go on
-    assert two.cache.tiers.flush(300)
+    two.store(list(range(200, 241)))  # and others go on
     assert two.cache.tiers.stats()["shared"].failed == PAGES
     closed(one, two)
     store.close()
@@ -503,8 +486,7 @@ def test_pages_in_large_objects_are_found_by_others_and_a_server_that_dies_is_a_
     until(lambda: not s3.records())
     two.cache.evict(16)
     assert fetched(two) == 0
-    two.run(IDS)
-    assert two.cache.tiers.flush(300)
+    two.store(IDS)
     two.cache.evict(16)
     fetch = two.cache.fetch(IDS)
     assert fetch.asked == PAGES * SIZE

@@ -52,6 +52,20 @@ class World:
         self.computed += len(ids) - known
         return known
 
+    def store(self, ids: Sequence[int], tenant: bytes = b"") -> int:
+        """Compute a prompt, and wait until the tiers have stored its pages. Return how many tokens were known."""
+        known = self.run(ids, tenant)
+        assert self.cache.tiers.flush(300)
+        return known
+
+    def fetched(self, ids: Sequence[int], tenant: bytes = b"") -> int:
+        """Fetch a prompt, and check the bytes of all that it finds then. Return how many tokens were found."""
+        known, fetch = self.cache.lookup(ids, tenant=tenant), self.cache.fetch(ids, tenant=tenant)
+        assert fetch.wait(300)
+        found = self.check_found(ids, tenant)
+        assert found == known + fetch.tokens
+        return found
+
     def fill(self, frame: int, prefix: Sequence[int], tenant: bytes, salt: bytes, group: int) -> None:
         expected = content(prefix, tenant, salt, group, self.cache.frame_bytes)
         self.cache.storage.frames[frame] = torch.from_numpy(expected)
@@ -77,8 +91,7 @@ class World:
 def evicted(*tiers: Tier, num_frames: int = 16) -> World:
     """Return a world whose pool has evicted IDS, and whose tiers have stored them."""
     world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
-    world.run(IDS)
-    assert world.cache.tiers.flush(300)
+    world.store(IDS)
     world.cache.evict(num_frames)
     return world
 

@@ -55,10 +55,8 @@ def test_files_of_a_tier_are_for_this_user_alone_whatever_the_umask(
     monkeypatch.setattr(os, "replace", renamed)
     tier = MAKES[kind](tmp_path)
     world = evicted(tier)
-    assert world.cache.fetch(IDS).wait(300)
-    assert world.check_found(IDS) == 40
-    world.run([7, *IDS])
-    assert world.cache.tiers.flush(300)
+    assert world.fetched(IDS) == 40
+    world.store([7, *IDS])
     world.cache.tiers.close()
     assert modes(tmp_path) == {0o600}
     made = [path for path in tmp_path.rglob("*") if path.is_dir() and path != tmp_path / "objects"]
@@ -88,6 +86,5 @@ def test_a_disk_tier_takes_no_file_of_others_and_keeps_its_own_pages(kind: str, 
         planted.rmdir() if planted.is_dir() and not planted.is_symlink() else planted.unlink(missing_ok=True)
     aside.rename(path)
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")]))
-    assert world.cache.fetch(IDS).wait(300)
-    assert world.check_found(IDS) == 40
+    assert world.fetched(IDS) == 40
     world.cache.tiers.close()
