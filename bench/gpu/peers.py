@@ -116,8 +116,6 @@ def flashmla(pool: GpuPool) -> list[Step]:
 
 
 PEERS: Final[Makers] = {"sdpa": sdpa, "fa3": fa3, "flashinfer": flashinfer}
-
-
 NAMED: Final = (*((BASE, who, make) for who, make in PEERS.items()), (PROMPT, "library", partial(ours, "library")))
 """Torch chooses the kernels of `sdpa` and `library`, so rows say which ones ran."""
 

@@ -54,10 +54,10 @@ def _pytest(name: str, seconds: float, *files: str, apart: bool = False) -> Stag
     plain = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini=addopts=--import-mode=importlib")
     jobs = ("-n", JOBS) if apart and importlib.util.find_spec("xdist") else ()
     options = (*plain, "-rfE", "--tb=short", "--maxfail=60", *jobs, "-m", "gpu", *files)
-    # as wide as its terminal, pytest would cut off the reasons
-    return Stage(name, options, seconds, ("gpu", "pytest"), env=(("COLUMNS", "400"),))
+    return Stage(name, options, seconds, ("gpu", "pytest"), env=_WIDE)
 
 
+_WIDE: Final = (("COLUMNS", "400"),)  # else pytest cuts off the reasons
 CUDA, TRITON = ("gpu", "cupy"), ("gpu", "triton")
 ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
 USERS = "tests/on_gpu"
@@ -68,12 +68,12 @@ VALUES = tuple(f"tests/kernels/{folder}" for folder in ("gather", "hostile", "la
 _ELSEWHERE = (ON_GPU, GRAPHS, CONFORMANCE, LIBRARY, *VALUES)
 ENVIRONMENT: Final = "environment"
 
-_LOOK: Final = Stage(ENVIRONMENT, _bench("environment"), 30, needs=("torch",))
+_LOOK: Final = Stage(ENVIRONMENT, _bench("environment"), 25, needs=("torch",))
 _OFFLINE: Final = (("VLLM_HOST_IP", "127.0.0.1"), ("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1"))
 
 
 def _vllm(name: str, seconds: float, *arguments: str) -> Stage:
-    env = (*_OFFLINE, ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
+    env = (*_OFFLINE, ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), *_WIDE)
     return Stage(name, arguments, seconds, ("gpu", "vllm"), env=env, kit="vllm")
 
 
@@ -94,7 +94,7 @@ CALLS: Final = {
     ),
     "call3": (
         _LOOK,
-        _vllm("tokens", 105, *_pytest("", 0, VLLM).arguments, "-k", "llama"),
+        _vllm("tokens", 115, *_pytest("", 0, VLLM).arguments, "-k", "llama and not pool"),
         _vllm("vllm-custom", 50, *_bench("vllm_step", "--backend", "CUSTOM")),
         _vllm("vllm-flash", 50, *_bench("vllm_step", "--backend", "FLASH_ATTN")),
         _vllm("vllm-triton", 50, *_bench("vllm_step", "--backend", "TRITON_ATTN")),
