@@ -114,14 +114,12 @@ def test_code_of_a_read_only_image_is_copied_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "image"))
     monkeypatch.setattr(machine_code.tempfile, "tempdir", str(tmp_path))
     warm = _folder_for(tmp_path / "src")
-    assert warm is not None
     assert warm.parent == tmp_path / "image/machine-code"
     (warm / "a").mkdir()
     (warm / "a/a.f-1.nbi").write_text("compiled")
     can_write = machine_code._can_write
     monkeypatch.setattr(machine_code, "_can_write", lambda place: "image" not in place.parts and can_write(place))
     copied = _folder_for(tmp_path / "src")
-    assert copied is not None
     assert copied.parent.name.startswith("pagedkv-")
     assert (copied / "a/a.f-1.nbi").read_text() == "compiled"
     (copied / "a/a.f-1.nbi").write_text("newer")
@@ -165,7 +163,6 @@ def test_code_is_copied_from_no_folder_that_others_can_write(tmp_path: Path, mon
     (planted / "digests.json").write_text(json.dumps(machine_code._digests(tmp_path / "src", "")))
     planted.chmod(0o777)
     place = _folder_for(tmp_path / "src")
-    assert place is not None
     assert place.parent == tmp_path / "mine/machine-code"
     assert [path.name for path in place.iterdir()] == ["digests.json"]
 

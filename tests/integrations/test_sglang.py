@@ -58,7 +58,6 @@ def test_pages_come_back_as_they_were_in_another_process(tmp_path: Path) -> None
     assert [page is not None for page in found] == [True] * 4 + [False]
     assert all(torch.equal(page, want) for page, want in zip(found[:4], pages(4), strict=True) if page is not None)
     single = two.get(KEYS[1], torch.zeros(2, 3, 4, dtype=torch.bfloat16))
-    assert single is not None
     assert torch.equal(single, pages()[1])
     assert (two.exists(KEYS[3]), two.exists(KEYS[4])) == (True, False)
     store.close()

@@ -11,21 +11,21 @@ FAULTS = (
         "checks.py",
         "        if rule.is_written and not x.is_contiguous():\n",
         "        if False:\n",
-        "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
+        "test_checks.py::test_a_wrong_shape_dtype_device_or_value_is_named",
     ),
     Fault(
         "a tree mask has a column for each new token: any width will do",
         "checks.py",
         "(size >= known if is_least else size == known)",
         "(is_least or size == known)",
-        "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
+        "test_checks.py::test_a_wrong_shape_dtype_device_or_value_is_named",
     ),
     Fault(
         "a table of fewer rows than sequences is refused: its rows are not counted",
         "checks.py",
         '    if call.rows is None and sizes["A"] < sizes["B"]:\n',
         "    if False:\n",
-        "test_checks.py::test_a_wrong_shape_dtype_or_device_is_named",
+        "test_checks.py::test_a_wrong_shape_dtype_device_or_value_is_named",
     ),
     Fault(
         "values never replace the scales of their keys: a bound store takes them",
@@ -86,8 +86,8 @@ FAULTS = (
     Fault(
         "launches follow from all strides: the strides of `out` are left out of the key",
         "cuda/attention.py",
-        "q.stride(), out.stride(), table.stride()",
-        "q.stride(), table.stride()",
+        "q.stride(), out.stride(), table.shape",
+        "q.stride(), table.shape",
         "cuda/test_launchers.py::test_launches_follow_each_fact_that_they_depend_on",
     ),
     Fault(

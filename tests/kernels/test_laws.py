@@ -196,7 +196,6 @@ def test_small_tensors_of_any_stride_are_read_where_they_are(runner: Runner) -> 
     )
     built = case.build()
     strided = {name: _every_second(built.options[name]) for name in ("sinks", "alibi_slopes", "tree_mask")}
-    assert built.batch.rows is not None
     batch = replace(built.batch, rows=_every_second(built.batch.rows))
     for split_tokens in (None, 32):
         plain = runner.attend(built, split_tokens=split_tokens)
@@ -252,7 +251,6 @@ def test_a_value_whose_scale_is_no_number_is_not_hidden(kv: str, runner: Runner)
     """`write_kv` stores such a scale for a vector that holds a NaN."""
     built = Case(q_lens=(1,), kv_lens=(40,), heads=(4, 1), dtype="bfloat16", kv=kv).build()
     table, scale = built.batch.block_table, built.layer.v_scale
-    assert scale is not None
     for place in range(16, 32):  # each place of a block
         scales = scale.clone()
         scales[int(table[0, place // 16]), place % 16] = torch.nan

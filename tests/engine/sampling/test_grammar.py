@@ -211,7 +211,6 @@ def test_drafts_follow_the_grammar_and_change_nothing(undisturbed: list[Any], ch
     got = submitted(engine)
     engine.run()
     assert texts(got) == texts(undisturbed)
-    assert engine.speculation is not None
     assert engine.speculation.num_drafts > 100
     assert engine.speculation.acceptance > 0.95
 
@@ -241,7 +240,6 @@ def test_drafts_of_any_kind_change_nothing(undisturbed: list[Any], checkpoint: C
     got = submitted(engine)
     engine.run()
     assert texts(got) == texts(undisturbed)
-    assert engine.speculation is not None
     assert 0.3 < engine.speculation.acceptance < 1
 
 

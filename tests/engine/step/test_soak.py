@@ -132,7 +132,6 @@ def test_mixed_requests_end_as_alone_and_leave_nothing(
     assert reasons["cancelled"] > 0
     assert reasons["error"] > 0
     assert engine.scheduler.preemptions > 0.01 * count
-    assert engine.speculation is not None
     assert engine.speculation.num_accepted > 0
     assert idle(engine)
     engine.cache.forget()

@@ -271,10 +271,7 @@ class Broken(HostTier):
 
 def test_a_load_that_hangs_delays_no_step_and_only_its_own_frames_are_lacking(checkpoint: Checkpoints) -> None:
     tier = Slow("4MiB")
-    engine = build(checkpoint("llama"), num_frames=20, tiers=[tier])
-    engine.generate([prompt_of(100)], SamplingParams(max_tokens=1))
-    assert engine.cache.tiers.flush(120)
-    engine.cache.evict(40)
+    engine = engine_that_evicted(checkpoint("llama"), 100, tier=tier)
     long = engine.submit(prompt_of(120, seed=5), SamplingParams(max_tokens=100))
     engine.step()
     engine.submit(prompt_of(100), PARAMS)
@@ -293,10 +290,7 @@ def test_a_load_that_hangs_delays_no_step_and_only_its_own_frames_are_lacking(ch
 
 def test_a_tier_that_fails_is_asked_once_for_a_prompt(checkpoint: Checkpoints) -> None:
     tier = Broken("4MiB")
-    engine = build(checkpoint("llama"), num_frames=20, tiers=[tier], limits=Limits(max_sequences=1))
-    engine.generate([prompt_of(200)], SamplingParams(max_tokens=1))
-    assert engine.cache.tiers.flush(120)
-    engine.cache.evict(40)
+    engine = engine_that_evicted(checkpoint("llama"), 200, tier=tier, limits=Limits(max_sequences=1))
     engine.submit(prompt_of(100, seed=5), SamplingParams(max_tokens=60, ignore_eos=True))
     engine.step()
     again = engine.submit(prompt_of(200), PARAMS)  # more pages than the pool can give now

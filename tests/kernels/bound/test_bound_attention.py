@@ -123,10 +123,8 @@ def test_each_kind_of_call_has_its_kernel_which_is_resolved_once(monkeypatch: py
 
 def test_with_split_tokens_one_kernel_serves_prefills_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = bind_attention(CASE.build().layer, split_tokens=16)
-    kernel = attend.kernel
-    assert kernel is not None
     monkeypatch.setattr(registry, "resolve", None)  # a second choice would fail
-    attend._server(attend._case()._replace(device="cuda"), kernel)
+    attend._server(attend._case()._replace(device="cuda"), attend.kernel)
 
 
 @each_way

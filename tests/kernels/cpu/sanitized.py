@@ -16,8 +16,6 @@ import pagedkv.kernels
 def load(path: str) -> None:
     """Import the sanitized extension from `path` under the name of the installed one."""
     spec = importlib.util.spec_from_file_location("pagedkv.kernels._cpu", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules["pagedkv.kernels._cpu"] = pagedkv.kernels._cpu = module  # type: ignore[attr-defined]

@@ -82,7 +82,6 @@ def test_a_sequence_begins_at_the_position_that_first_names(first: int | list[in
 def test_pages_before_first_are_not_looked_up(runner: Runner) -> None:
     built = replace(LENGTHS, punched=False).build()
     right = expected(built.layer, built.batch, torch.float32, [40] * 4)
-    assert built.batch.rows is not None
     built.batch.block_table[built.batch.rows.long(), :2] = 2147480000
     assert torch.equal(gathered(built.layer, built.batch, runner, 40), right)
 
@@ -132,7 +131,6 @@ def test_nan_and_infinity_reach_their_own_elements_only(kv: str, runner: Runner)
     built = replace(LENGTHS, kv=kv, dtype="bfloat16", punched=False, rows=False).build()
     page, layer = int(built.batch.block_table[0, 1]), built.layer
     if kv.endswith("token_head"):
-        assert layer.k_scale is not None
         layer.k_scale[page, 3, 1] = torch.tensor(-1, dtype=INT32).view(torch.float32)
     elif kv:
         as_bytes(layer.k)[page, 3, 1, :2] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
@@ -153,7 +151,6 @@ def test_a_product_is_rounded_once_however_small_or_large(kv: str, runner: Runne
     for exponent in (-149, -140, -127, -126, -118, -112, -101, -100, -99, -3, 99, 100, 101, 112, 120, 127):
         scales += [2.0**exponent, -(2.0**exponent) * 1.3]
     for scale in (layer.k_scale, layer.v_scale):
-        assert scale is not None
         scale.copy_(torch.tensor(scales)[torch.arange(scale.numel()) % len(scales)].view(scale.shape))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         found, right = (

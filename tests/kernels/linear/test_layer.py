@@ -66,12 +66,10 @@ def test_parameters_are_served_without_gradients(calls: list[int]) -> None:
     assert calls == [2, 2]
     linear(x, weights, bias).sum().backward()
     assert calls == [2, 2]
-    assert weights.grad is not None
     assert weights.grad.equal(x.sum(0).expand(40, 96))
     alone = torch.nn.Parameter(b)  # a bias alone may have a gradient
     linear(x, w, alone).sum().backward()
     assert calls == [2, 2]
-    assert alone.grad is not None
     assert alone.grad.equal(torch.full((40,), 2.0))
 
 
@@ -147,7 +145,6 @@ def test_a_derivative_of_forward_mode_is_kept() -> None:
     x, w, b = operands(2)
     with forward_ad.dual_level():
         found = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, x), w, b)).tangent
-    assert found is not None
     torch.testing.assert_close(found, F.linear(x, w))
 
 

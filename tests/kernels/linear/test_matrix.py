@@ -9,15 +9,7 @@ import torch
 
 from pagedkv.kernels import cpu as extension
 from pagedkv.kernels.linear import Matrix, cpu
-from tests.kernels.linear.test_linear import (
-    DTYPES,
-    EPS,
-    isa,
-    native,
-    numbers,
-    reference,
-    wide,
-)
+from tests.kernels.linear.test_linear import DTYPES, EPS, isa, native, numbers, reference, wide
 
 __all__ = ["isa", "native"]  # fixtures
 

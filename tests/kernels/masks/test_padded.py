@@ -68,7 +68,6 @@ def test_padding_is_not_stored(kv: str, runner: Runner) -> None:
     built, mask = case.build(), mask_of(case, "both")
     k, v = (torch.randn(sum(case.q_lens), 2, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     padded = built.batch.padded(mask)
-    assert padded.slots is not None
     assert (padded.slots[~mask.flatten()] == -1).all()
 
     def stored(k: Tensor, v: Tensor, batch: PagedBatch) -> list[Tensor]:
