@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from pagedkv.core import state as st
-from pagedkv.core.check.requirements import forbid, require
+from pagedkv.core.check.requirements import I4, I9
 from pagedkv.core.state import I64, State
 
 
@@ -21,18 +21,17 @@ def check_index(s: State, seeds: dict[int, int], *, twins: bool = False) -> None
     seeds: the prefix hash of the empty prefix, for each root in use. twins: whether two frames may have one identity.
     """
     num_buckets = len(s.bucket)
-    require(num_buckets & (num_buckets - 1) == 0, "I4", f"the index has {num_buckets} buckets, not a power of two")
-    require(s.reg[st.PUBLISHING] in (0, 1), "I4", f"the register PUBLISHING is {s.reg[st.PUBLISHING]}, not 0 or 1")
+    I4.require(num_buckets & (num_buckets - 1) == 0, f"the index has {num_buckets} buckets, not a power of two")
+    I4.require(s.reg[st.PUBLISHING] in (0, 1), f"the register PUBLISHING is {s.reg[st.PUBLISHING]}, not 0 or 1")
     found = _check_buckets(s)
-    require(s.reg[st.PUBLISHING] or not found, "I4", f"frames {found[:4]} are published, but the prefix cache is off")
+    I4.require(s.reg[st.PUBLISHING] or not found, f"frames {found[:4]} are published, but the prefix cache is off")
     # a page that lost its prefix can match nothing; resize makes all such pages name one parent, so they may be equal
     whole = [frame for frame in found if _has_prefix(s, frame)]
     salts = st.page_salts(s)
     identities = Counter(_identity(s, frame, int(salts[frame])) for frame in whole)
     for frame in whole:
-        require(
+        I4.require(
             twins or identities[_identity(s, frame, int(salts[frame]))] == 1,
-            "I4",
             f"frame {frame} has the same group, parent and tokens as another published frame",
             frame=frame,
         )
@@ -57,38 +56,31 @@ def _check_buckets(s: State) -> list[int]:
     for bucket, head in enumerate(s.bucket.tolist()):
         frame = head
         while frame >= 0:
-            require(
+            I4.require(
                 frame < len(s.frames),
-                "I4",
                 f"bucket {bucket} of the prefix index names frame {frame}, but the pool has {len(s.frames)} frames",
             )
             home = int(s.frames["prefix_hash"][frame]) & (len(s.bucket) - 1)
-            require(
+            I4.require(
                 home == bucket,
-                "I4",
                 f"frame {frame} is in bucket {bucket} of the prefix index, but would be looked for in {home}",
                 frame=frame,
             )
-            require(
+            I4.require(
                 len(found) <= len(s.frames),
-                "I4",
                 f"the chain of bucket {bucket} of the prefix index comes back to frame {frame} and does not end",
                 frame=frame,
             )
             found.append(frame)
             frame = int(s.frames["chain"][frame])
-        require(
-            frame == st.NIL, "I4", f"the chain of bucket {bucket} of the prefix index ends in {frame}, not {st.NIL}"
-        )
+        I4.require(frame == st.NIL, f"the chain of bucket {bucket} of the prefix index ends in {frame}, not {st.NIL}")
     times = np.bincount(np.array(found, np.int64), minlength=len(s.frames))
-    forbid(
+    I4.forbid(
         times != (s.frames["published"] != 0),
-        "I4",
         "a published frame must be in the prefix index once, and any other frame not at all",
     )
-    forbid(
+    I4.forbid(
         s.frames["published"] > len(s.groups),
-        "I4",
         f"a frame is published for a group that is not one of the {len(s.groups)}",
     )
     return found
@@ -99,38 +91,32 @@ def _check_roots(s: State, found: list[int]) -> None:
     counted = np.zeros(len(s.roots), np.int64)
     for frame in found:
         parent = int(s.frames["parent"][frame])
-        require(
+        I4.require(
             -2 - len(s.roots) < parent < len(s.frames) and parent != st.NIL,
-            "I4",
             f"frame {frame} has parent {parent}, which is neither a frame nor one of the {len(s.roots)} roots",
             frame=frame,
         )
         if parent < 0:
             counted[-2 - parent] += 1
             generation = s.frames["parent_generation"][frame]
-            require(
+            I4.require(
                 generation == 0,
-                "I4",
                 f"frame {frame} is a first page, but has generation {generation} of a page before it",
                 frame=frame,
             )
         else:
             cached = s.frames["status"][frame] == st.CACHED and s.frames["rank"][frame] < st.BEHIND_WINDOW
             orphaned = not _has_prefix(s, frame) and cached
-            require(
-                not orphaned, "I9", f"frame {frame} is cached, but the page before it, {parent}, is gone", frame=frame
-            )
+            I9.require(not orphaned, f"frame {frame} is cached, but the page before it, {parent}, is gone", frame=frame)
     salts = st.page_salts(s)[np.array(found, np.int64)]
-    require(
+    I4.require(
         not len(found) or 0 <= salts.min() <= salts.max() <= len(s.roots),
-        "I4",
         f"a published frame has the salts of a root that is not one of the {len(s.roots)} roots",
     )
     np.add.at(counted, salts[salts > 0] - 1, 1)
     np.add.at(counted, s.spaces["root"][:: len(s.groups)][s.spaces["status"][:: len(s.groups)] != st.UNUSED], 1)
-    forbid(
+    I4.forbid(
         counted != s.roots[:, st.IN_USE],
-        "I4",
         "a root must count the spaces and the published first pages under it, and counts another number",
         place="root",
     )
@@ -159,9 +145,8 @@ def _check_prefix_hashes(s: State, found: I64, seeds: dict[int, int]) -> None:
     )
     for place in np.flatnonzero(parents < 0).tolist():
         root = int(-2 - parents[place])
-        require(
+        I4.require(
             root in seeds,
-            "I4",
             f"frame {found[place]} is a published first page under root {root}, which no tenant has",
             frame=int(found[place]),
         )
@@ -172,9 +157,8 @@ def _check_prefix_hashes(s: State, found: I64, seeds: dict[int, int]) -> None:
     prefix_hashes = _hashed(int(s.reg[st.KEY]), before, s.tokens[found])
     prefix_hashes = np.where(group > 0, before ^ (group * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)), prefix_hashes)
     broken = (prefix_hashes != s.frames["prefix_hash"][found]) & (has_parent | (parents < 0))
-    forbid(
+    I4.forbid(
         np.isin(np.arange(len(s.frames)), found[broken]),
-        "I4",
         "the prefix hash of a frame is not the hash of its prefix and tokens",
     )
 
@@ -198,9 +182,8 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
     """Check that the published pages of a space follow one another, and that every full page is published."""
     row, record = s.table[asid], s.spaces[asid]
     root, complete, full = int(record.root), int(record.complete), int(record.length) // s.tokens.shape[1]
-    require(
+    I4.require(
         seeds.get(root) == record.seed,
-        "I4",
         f"space {asid} begins with prefix hash {record.seed}, but its root {root} with {seeds.get(root)}",
         asid=asid,
     )
@@ -208,31 +191,28 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
     before = -2 - salts.pop(-1)
     for page in range(min(complete, int(record.first_hole))):
         frame = int(row[page])
-        require(
+        I4.require(
             s.frames["published"][frame],
-            "I4",
             f"space {asid} counts page {page} as published, but its frame {frame} is not",
             frame=frame,
         )
         follows = s.frames["parent"][frame] == before and _has_prefix(s, frame)
-        require(
+        I4.require(
             follows,
-            "I4",
             f"frame {frame} of page {page} of space {asid} was not published after {before}, the page before it",
             frame=frame,
         )
         salt = int(s.salts[frame]) if len(s.salts) else 0
-        require(
+        I4.require(
             salt == 1 + salts.get(page, -1),
-            "I4",
             f"frame {frame} of page {page} of space {asid} has salt {salt} instead of {1 + salts.get(page, -1)}",
             frame=frame,
         )
         before = frame
     if record.outstanding == 0:
         expected = min(full, int(record.named)) if s.reg[st.PUBLISHING] and not record.no_publish else 0
-        require(
-            complete == expected, "I4", f"space {asid} has {complete} published pages instead of {expected}", asid=asid
+        I4.require(
+            complete == expected, f"space {asid} has {complete} published pages instead of {expected}", asid=asid
         )
 
 
@@ -250,9 +230,8 @@ def _check_pinned_prefixes(s: State, row: int) -> None:
     held = s.table[row, : min(int(s.spaces["num_pages"][row]), int(s.spaces["first_hole"][row]))]
     for frame in held.tolist():
         parent = int(s.frames["parent"][frame])
-        require(
+        I9.require(
             not s.frames["published"][frame] or parent < 0 or parent in held,
-            "I9",
             f"frame {frame} is pinned by row {row}, but the page before it, {parent}, is not",
             frame=frame,
         )

@@ -15,7 +15,7 @@ import numpy as np
 from pagedkv.core import state as st
 from pagedkv.core.arguments import whole
 from pagedkv.core.check.index import check_index
-from pagedkv.core.check.requirements import forbid, require
+from pagedkv.core.check.requirements import I1, I2, I3, I4, I5, I6, I7, I8, I9
 from pagedkv.core.handles import Step
 from pagedkv.core.policies import Policy
 from pagedkv.core.state import I64, State
@@ -40,7 +40,7 @@ def check_state(s: State, level: int, expected: Expected) -> None:
     _check_counters(s)
     windows = s.groups[:, [0, 1, 4]].tolist()
     wanted = [[group.window or 0, group.sinks, group.keep] for group in expected.groups]
-    require(windows == wanted, "I9", f"window, sinks and keep of the groups are {windows} instead of {wanted}")
+    I9.require(windows == wanted, f"window, sinks and keep of the groups are {windows} instead of {wanted}")
     if level >= 2:
         _check_frames(s)
     if level >= 3:
@@ -76,29 +76,25 @@ def _check_counters(s: State) -> None:
     """Check the scalars against one another."""
     free, cached, retired = (int(s.reg[i]) for i in (st.NUM_FREE, st.NUM_CACHED, st.NUM_RETIRED))
     mapped = len(s.frames) - free - cached - retired
-    require(
+    I1.require(
         min(free, mapped, cached, retired) >= 0,
-        "I1",
         f"the pool has {free} free + {mapped} mapped + {cached} cached + {retired} retired frames: one is negative",
     )
     evictable, unused = int(s.reg[st.NUM_EVICTABLE]), int(s.reg[st.NUM_UNUSED_ASIDS])
-    require(0 <= evictable <= cached, "I7", f"the counters say {evictable} evictable of {cached} cached frames")
-    require(0 <= unused <= len(s.spaces), "I8", f"the counter says {unused} unused rows of {len(s.spaces)}")
+    I7.require(0 <= evictable <= cached, f"the counters say {evictable} evictable of {cached} cached frames")
+    I8.require(0 <= unused <= len(s.spaces), f"the counter says {unused} unused rows of {len(s.spaces)}")
     peak = int(s.reg[st.PEAK])
-    require(
+    I1.require(
         mapped <= peak <= len(s.frames),
-        "I1",
         f"{mapped} of {len(s.frames)} frames are mapped, but the counter says that at most {peak} ever were",
     )
     passed, newest = int(s.reg[st.PASSED]), int(s.reg[st.EPOCH])
-    require(passed <= newest, "I7", f"epoch {passed} has passed, but the newest epoch is {newest}")
+    I7.require(passed <= newest, f"epoch {passed} has passed, but the newest epoch is {newest}")
     counts = {name: int(s.reg[register]) for name, register in _COUNTS.items()}
-    require(min(counts.values()) >= 0, "I1", f"a running total is negative: {counts}")
+    I1.require(min(counts.values()) >= 0, f"a running total is negative: {counts}")
     explained = counts["matched"] + counts["missed_evicted"] + counts["missed_new"]
-    require(
-        explained == counts["asked"],
-        "I1",
-        f"{explained} tokens were matched or missed, but {counts['asked']} were asked for",
+    I1.require(
+        explained == counts["asked"], f"{explained} tokens were matched or missed, but {counts['asked']} were asked for"
     )
 
 
@@ -127,21 +123,21 @@ def _check_frames(s: State, *, unnamed: bool = False) -> None:
         ("retired", st.RETIRED, st.NUM_RETIRED),
     ):
         count = int((status == kind).sum())
-        require(count == s.reg[counter], "I1", f"{count} frames are {name}, but the counter says {s.reg[counter]}")
+        I1.require(count == s.reg[counter], f"{count} frames are {name}, but the counter says {s.reg[counter]}")
     _check_chunks(s, status == st.FREE)
-    forbid((refs > 0) != (status == st.MAPPED), "I2", "a frame must be mapped exactly if it has references")
-    forbid((pins > 0) & (status == st.FREE), "I7", "a frame is free, but pinned")
-    forbid((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired, but no pin keeps it")
-    forbid((published != 0) & (status == st.FREE), "I4", "a frame is free, but published")
-    forbid((status == st.CACHED) & (published == 0) & (not unnamed), "I4", "a frame is cached, but not published")
-    forbid((published != 0) & (s.frames["parent"] >= len(refs)), "I4", "a published frame has a parent beyond the pool")
+    I2.forbid((refs > 0) != (status == st.MAPPED), "a frame must be mapped exactly if it has references")
+    I7.forbid((pins > 0) & (status == st.FREE), "a frame is free, but pinned")
+    I7.forbid((status == st.RETIRED) & (pins == 0), "a frame is retired, but no pin keeps it")
+    I4.forbid((published != 0) & (status == st.FREE), "a frame is free, but published")
+    I4.forbid((status == st.CACHED) & (published == 0) & (not unnamed), "a frame is cached, but not published")
+    I4.forbid((published != 0) & (s.frames["parent"] >= len(refs)), "a published frame has a parent beyond the pool")
 
 
 def _check_chunks(s: State, free: np.ndarray) -> None:
     """Check that the bits of the chunks name the free frames, and that each chunk is on the list of its bits."""
     bits = np.unpackbits(s.chunks["bits"].copy().view(np.uint8), bitorder="little").astype(bool)
-    forbid(bits[: len(free)] != free, "I1", "the bit of a frame must be set exactly if the frame is free")
-    require(not bits[len(free) :].any(), "I1", f"a bit is set beyond the {len(free)} frames of the pool")
+    I1.forbid(bits[: len(free)] != free, "the bit of a frame must be set exactly if the frame is free")
+    I1.require(not bits[len(free) :].any(), f"a bit is set beyond the {len(free)} frames of the pool")
     expected: dict[int, list[int]] = {1: [], 2: [], 3: []}
     for chunk, word in enumerate(s.chunks["bits"].tolist()):
         groups = [word >> first & 0xFFFF for first in (0, 16, 32, 48)]
@@ -151,21 +147,18 @@ def _check_chunks(s: State, free: np.ndarray) -> None:
         listed: list[int] = []
         chunk, before = int(s.reg[st.FREE_LISTS + number]), st.NIL
         while chunk != st.NIL and len(listed) <= len(chunks):
-            require(
+            I1.require(
                 0 <= chunk < len(s.chunks),
-                "I1",
                 f"free list {number} leads to chunk {chunk}, but there are {len(s.chunks)} chunks",
             )
-            require(
+            I1.require(
                 s.chunks["newer"][chunk] == before,
-                "I1",
                 f"chunk {chunk} on free list {number} does not link back to {before}",
             )
             listed.append(chunk)
             before, chunk = chunk, int(s.chunks["older"][chunk])
-        require(
+        I1.require(
             sorted(listed) == chunks,
-            "I1",
             f"free list {number} holds chunks {sorted(listed)[:4]}, but their bits ask for {chunks[:4]}",
         )
 
@@ -179,52 +172,43 @@ def _check_spaces(s: State) -> None:
         length, planned, complete, recorded_hole, outstanding = (
             int(s.spaces[name][asid]) for name in ("length", "planned", "complete", "first_hole", "outstanding")
         )
-        require(
+        I5.require(
             len(pages) == -(-planned // size),
-            "I5",
             f"space {asid} has {len(pages)} pages of {size} tokens for {planned} planned tokens",
         )
-        require(
+        I6.require(
             length == planned or (length < planned and outstanding > 0),
-            "I6",
             f"space {asid} has {length} committed and {planned} planned tokens, with {outstanding} outstanding plans",
         )
-        require(
+        I4.require(
             complete <= length // size,
-            "I4",
             f"space {asid} counts {complete} published pages, but only {length // size} are full",
         )
-        forbid(
+        I5.forbid(
             (pages < st.HOLE) | (pages >= len(refs)),
-            "I5",
             f"space {asid} names a frame beyond the pool of {len(refs)} frames",
             place="page",
         )
         np.add.at(refs, pages[pages >= 0], 1)
         holes = np.flatnonzero(pages == st.HOLE)
         first = int(holes[0]) if len(holes) else st.NO_HOLE
-        require(
-            first == recorded_hole,
-            "I5",
-            f"space {asid} has its first hole at page {first}, but records {recorded_hole}",
+        I5.require(
+            first == recorded_hole, f"space {asid} has its first hole at page {first}, but records {recorded_hole}"
         )
         for page in range(length // size, len(pages)) if planned > length else ():
             frame = int(pages[page])
-            require(frame not in written, "I6", f"frame {frame} of space {asid} is to be written by another space too")
+            I6.require(frame not in written, f"frame {frame} of space {asid} is to be written by another space too")
             written.add(frame)
             private = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
-            require(
-                private, "I3", f"frame {frame} of space {asid} is to be written while shared or published", frame=frame
+            I3.require(
+                private, f"frame {frame} of space {asid} is to be written while shared or published", frame=frame
             )
-    forbid(
-        refs != s.frames["refs"], "I2", "refs of a frame is not the number of page-table entries that name the frame"
-    )
+    I2.forbid(refs != s.frames["refs"], "refs of a frame is not the number of page-table entries that name the frame")
     stacked = sorted(s.spaces["unused_asid"][: s.reg[st.NUM_UNUSED_ASIDS]].tolist())
     unused = np.flatnonzero(s.spaces["status"] == st.UNUSED)
     unused = unused[unused % len(s.groups) == 0]
-    require(
+    I8.require(
         stacked == unused.tolist(),
-        "I8",
         f"the stack of unused asids holds rows {stacked[:8]}, but the unused rows are {unused[:8].tolist()}",
     )
 
@@ -237,21 +221,18 @@ def _check_plans(s: State, plans: Collection[Step]) -> None:
             np.add.at(planned, plan.rows + group, 1)
             np.add.at(tokens, plan.rows + group, plan.remaining)
     used = s.spaces["status"] != st.UNUSED
-    forbid(
+    I6.forbid(
         used & (s.spaces["outstanding"] != planned),
-        "I6",
         "a row counts more or fewer outstanding plans than name it",
         place="space",
     )
-    forbid(
+    I6.forbid(
         used & (s.spaces["planned"] != s.spaces["length"] + tokens),
-        "I6",
         "the planned tokens of a row are not its committed ones plus those of its outstanding plans",
         place="space",
     )
-    forbid(
+    I6.forbid(
         s.spaces["stamp"] > s.reg[st.TICK],
-        "I6",
         f"the stamp of a row is a plan after the newest one, {s.reg[st.TICK]}",
         place="space",
     )
@@ -265,42 +246,32 @@ def _check_rows(s: State, planned: I64) -> None:
     leads = np.arange(len(status)) % len(s.groups) == 0
     led = np.where(np.repeat(status[leads], len(s.groups)) == st.UNUSED, st.UNUSED, st.FOLLOWING)
     legal = np.where(leads, np.isin(status, (st.UNUSED, st.OPEN, st.CLOSING, st.HELD)), status == led)
-    forbid(~legal, "I8", "a row has an unknown status, or one that only rows of another group may have", place="space")
-    forbid(
+    I8.forbid(~legal, "a row has an unknown status, or one that only rows of another group may have", place="space")
+    I4.forbid(
         used & ~leads & (s.spaces["complete"] > 0),
-        "I4",
         "a row of another group than 0 counts published pages; only the row of group 0 may",
         place="space",
     )
     no_publish = s.spaces["no_publish"]
-    forbid(
-        no_publish > leads,
-        "I4",
-        "no_publish of a row is above 1, or is set in a row of another group than 0",
-        place="space",
+    I4.forbid(
+        no_publish > leads, "no_publish of a row is above 1, or is set in a row of another group than 0", place="space"
     )
-    forbid(
+    I4.forbid(
         used & (no_publish > 0) & (s.spaces["complete"] > 0),
-        "I4",
         "a space with no_publish set has published pages",
         place="space",
     )
-    forbid(
-        (status == st.CLOSING) & (planned == 0),
-        "I8",
-        "a released row waits for a plan, but no plan names it",
-        place="space",
+    I8.forbid(
+        (status == st.CLOSING) & (planned == 0), "a released row waits for a plan, but no plan names it", place="space"
     )
-    forbid(
+    I8.forbid(
         (status == st.HELD) & ((planned > 0) | (s.spaces["complete"] > 0)),
-        "I8",
         "the row of a pin has a plan, or counts published pages",
         place="space",
     )
     advice = s.spaces["advice"].astype(np.int64) + st.NORMAL
-    forbid(
+    I9.forbid(
         used & ((advice < st.DONTNEED) | (advice >= st.NUM_LISTS)),
-        "I9",
         f"the advice of a row leads to a list that is not one of the {st.NUM_LISTS}",
         place="space",
     )
@@ -318,24 +289,21 @@ def _check_lists(s: State) -> list[list[int]]:
         listed: list[int] = []
         frame, behind = oldest, st.NIL
         while frame != st.NIL and len(listed) <= length:
-            require(
+            I7.require(
                 s.frames["older"][frame] == behind,
-                "I7",
                 f"frame {frame} on list {number} does not link back to {behind}",
                 frame=frame,
             )
             place = int(s.frames["place"][frame])
-            require(
+            I7.require(
                 place == 1 + number,
-                "I7",
                 f"frame {frame} is on list {number}, but its place says list {place - 1}",
                 frame=frame,
             )
             listed.append(frame)
             behind, frame = frame, int(s.frames["newer"][frame])
-        require(
+        I7.require(
             newest == behind and len(listed) == length,
-            "I7",
             f"list {number} has {len(listed)} frames and ends at {behind}; its registers say {length} and {newest}",
         )
         lists.append(listed)
@@ -347,33 +315,28 @@ def _check_list_counts(s: State, lists: list[list[int]]) -> None:
     """Check that each frame is on the list that its state asks for, and that the counters agree."""
     on_lists = np.zeros(len(s.frames), np.int64)
     np.add.at(on_lists, np.array([frame for listed in lists for frame in listed], np.int64), 1)
-    forbid(
+    I7.forbid(
         on_lists != (s.frames["place"] != st.NOWHERE),
-        "I7",
         "the place of a frame says that it is on a list, but it is on none or on several",
     )
     fenced = s.frames["place"] == st.AMONG_FENCED
-    forbid(
+    I7.forbid(
         (on_lists - fenced != 0) != ((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)),
-        "I7",
         "a frame must be on a list of evictable frames exactly if it is cached and not pinned",
     )
     evictable = int((on_lists - fenced).sum())
-    require(
+    I7.require(
         evictable == s.reg[st.NUM_EVICTABLE],
-        "I7",
         f"{evictable} frames are evictable, but the counter says {s.reg[st.NUM_EVICTABLE]}",
     )
-    forbid(fenced & (s.frames["pins"] == 0), "I7", "a frame is fenced, but not pinned")
+    I7.forbid(fenced & (s.frames["pins"] == 0), "a frame is fenced, but not pinned")
     waiting = int((s.frames["status"][fenced] == st.CACHED).sum())
-    require(
+    I7.require(
         waiting == s.reg[st.CACHED_FENCED],
-        "I7",
         f"{waiting} cached frames are fenced, but the counter says {s.reg[st.CACHED_FENCED]}",
     )
-    require(
+    I7.require(
         not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED],
-        "I7",
         f"{len(lists[st.FENCED])} frames are fenced, but the newest epoch, {s.reg[st.EPOCH]}, has passed",
     )
 
@@ -383,9 +346,8 @@ def _check_pin_rows(s: State) -> None:
     # the row of group 0 has the status of the whole space
     pin_rows = np.repeat(s.spaces["status"][:: len(s.groups)] == st.HELD, len(s.groups))
     mapped = (np.arange(s.table.shape[1]) < s.spaces["num_pages"][pin_rows, None]) & (s.table[pin_rows] != st.HOLE)
-    require(
+    I7.require(
         mapped.sum() == s.reg[st.PINNED],
-        "I7",
         f"the rows of pins map {mapped.sum()} frames, but the counter says {s.reg[st.PINNED]}",
     )
 
@@ -414,9 +376,8 @@ def _check_order(s: State, lists: list[list[int]]) -> None:
             else:
                 later = (int(entered[parent]) - int(entered[frame])) % 2**31 < 2**30
                 behind = bool(place[parent] > place[frame]) and later
-            require(
+            I9.require(
                 behind or s.frames["refs"][parent] > 0,
-                "I9",
                 f"frame {frame} would be evicted after frame {parent}, which holds the page before it",
                 frame=frame,
             )
@@ -425,21 +386,17 @@ def _check_order(s: State, lists: list[list[int]]) -> None:
 def _check_unused(s: State) -> None:
     """Check that the arrays of page tables, which a frame pool does not use, are as they were made."""
     used = int((s.spaces["status"] != st.UNUSED).sum())
-    require(not used and (s.table == st.HOLE).all(), "I5", f"{used} rows of page tables are used in a frame pool")
+    I5.require(not used and (s.table == st.HOLE).all(), f"{used} rows of page tables are used in a frame pool")
     parents = s.frames["parent"][(s.frames["published"] != 0) | (s.frames["status"] == st.CACHED)]
-    require(
-        (parents == -2).all(),
-        "I4",
-        "a named or cached frame has a parent; in a frame pool each is a first page of root 0",
+    I4.require(
+        (parents == -2).all(), "a named or cached frame has a parent; in a frame pool each is a first page of root 0"
     )
 
 
 def _check_fences(s: State) -> None:
     """Check that a frame is pinned once if it is fenced, and not at all otherwise."""
-    forbid(
-        s.frames["pins"] != (s.frames["place"] == st.AMONG_FENCED), "I7", "a frame has a pin exactly if it is fenced"
-    )
-    require(s.reg[st.PINNED] == 0, "I7", f"the counter says {s.reg[st.PINNED]} pins, but a frame pool makes none")
+    I7.forbid(s.frames["pins"] != (s.frames["place"] == st.AMONG_FENCED), "a frame has a pin exactly if it is fenced")
+    I7.require(s.reg[st.PINNED] == 0, f"the counter says {s.reg[st.PINNED]} pins, but a frame pool makes none")
 
 
 _SHARES = (
@@ -452,13 +409,12 @@ _SHARES = (
 def _check_accounts(s: State) -> None:
     """Check the figures of each account against a recount, their sums against the pool's, and the limits. O(frames)."""
     rest = (len(s.reg) - st.NUM_REGISTERS) % st.ACCOUNT
-    require(rest == 0, "I1", f"the last {rest} registers belong to no account; each account has {st.ACCOUNT}")
+    I1.require(rest == 0, f"the last {rest} registers belong to no account; each account has {st.ACCOUNT}")
     blocks = st.account_registers(s.reg)
     owner, num_accounts = s.frames["account"], max(1, len(blocks))
-    forbid(owner >= num_accounts, "I1", f"a frame is charged to an account beyond the last one, {num_accounts - 1}")
-    forbid(
+    I1.forbid(owner >= num_accounts, f"a frame is charged to an account beyond the last one, {num_accounts - 1}")
+    I1.forbid(
         (s.roots[:, st.CHARGED] < 0) | (s.roots[:, st.CHARGED] >= num_accounts),
-        "I1",
         f"a root is charged to an account that is not one of 0 to {num_accounts - 1}",
         place="root",
     )
@@ -470,26 +426,24 @@ def _check_accounts(s: State) -> None:
         ("evictable", st.EVICTABLE, evictable),
     ):
         counted = np.bincount(owner[frames], minlength=len(blocks))
-        forbid(
+        I1.forbid(
             counted != blocks[:, register],
-            "I1",
             f"the registers count {blocks[:8, register].tolist()} {name} frames for the accounts from 0 on, "
             f"but the frames themselves give {counted[:8].tolist()}",
             place="account",
         )
     for name, part, sum_of in _SHARES:
         total = int(blocks[:, part].sum())
-        require(total == s.reg[sum_of], "I1", f"{name}: the accounts add up to {total}, the pool says {s.reg[sum_of]}")
+        I1.require(total == s.reg[sum_of], f"{name}: the accounts add up to {total}, the pool says {s.reg[sum_of]}")
     protected = int(blocks[:, st.PROTECTED].sum())
-    require(protected <= len(s.frames), "I1", f"quotas protect {protected} frames, but the pool has {len(s.frames)}")
+    I1.require(protected <= len(s.frames), f"quotas protect {protected} frames, but the pool has {len(s.frames)}")
     # the row of group 0 has the status of the whole space
     opened = np.repeat(s.spaces["status"][:: len(s.groups)] == st.OPEN, len(s.groups))
     for asid in np.flatnonzero(opened):
         pages = s.table[asid, : s.spaces["num_pages"][asid]]
         foreign = pages[(pages >= 0) & (owner[pages] != s.roots[s.spaces["root"][asid], st.CHARGED])]
-        require(
+        I1.require(
             not len(foreign),
-            "I1",
             f"space {asid} maps frames {foreign[:4].tolist()}, each of which is charged to another account",
         )
 
@@ -502,24 +456,20 @@ def _check_policy(s: State, policy: Policy) -> None:
     bonuses, lists = policy.bonuses(), st.list_registers(s.reg)
     expected = [policy.rule, policy.inflation, policy.scale, st.NORMAL + len(bonuses)]
     actual = [int(s.reg[i]) for i in (st.RULE, st.INFLATION, st.SCALE, st.USED_LISTS)]
-    require(
+    I9.require(
         actual == expected,
-        "I9",
         f"the registers say rule, inflation, scale and number of lists are {actual}, "
         f"but policy {policy.name} has {expected}",
     )
     expected = [0] * st.NORMAL + bonuses + [0] * (len(lists) - st.NORMAL - len(bonuses))
     actual = lists[:, 3].tolist()
-    require(
-        actual == expected, "I9", f"the bonuses of the lists are {actual}, but policy {policy.name} gives {expected}"
-    )
+    I9.require(actual == expected, f"the bonuses of the lists are {actual}, but policy {policy.name} gives {expected}")
     now = int(s.reg[st.CLOCK] if policy.inflation else s.reg[st.TICK])
     accounts = [block[: 4 * st.NUM_LISTS : 4].tolist() for block in st.account_registers(s.reg)]
     for number, oldest in [*enumerate(lists[:, 0].tolist()), *(one for ends in accounts for one in enumerate(ends))]:
         if oldest != st.NIL:
-            require(
+            I9.require(
                 number < st.NORMAL + len(bonuses) or number == st.FENCED,
-                "I9",
                 f"list {number} holds frames, but policy {policy.name} uses {st.NORMAL + len(bonuses)} lists",
             )
             _check_list(s, number, oldest, int(s.reg[st.EPOCH]) if number == st.FENCED else now)
@@ -534,38 +484,33 @@ def _check_list(s: State, number: int, frame: int, now: int) -> None:
     while frame != st.NIL:
         record = s.frames[frame]
         entered = int(record.entered)
-        require(
+        I9.require(
             (entered - before) % _CYCLE <= _CYCLE // 2,
-            "I9",
             f"frame {frame} entered list {number} at {entered}, but the frame ahead of it at {before}, which is later",
             frame=frame,
         )
-        require(
+        I9.require(
             (now - entered) % _CYCLE <= _CYCLE // 2,
-            "I9",
             f"frame {frame} entered list {number} at {entered}, but the clock of the list is only at {now}",
             frame=frame,
         )
         if number != st.FENCED:
             ranked = record.rank <= number <= max(int(record.rank), int(record.floor) - 1)
-            require(
+            I9.require(
                 ranked,
-                "I9",
                 f"frame {frame} is on list {number}, but its rank is {record.rank} and its floor {record.floor}",
                 frame=frame,
             )
-        require(
+        I9.require(
             record.status != st.CACHED or record.rank < st.BEHIND_WINDOW or s.groups[0, 0] > 0,
-            "I9",
             f"frame {frame} has rank {record.rank}, as a page behind a window of group 0, which has none",
             frame=frame,
         )
         parent = int(record.parent)
         if record.status == st.CACHED and parent >= 0 and record.rank < st.BEHIND_WINDOW:
             floor = int(s.frames["floor"][parent])
-            require(
+            I9.require(
                 floor > record.rank,
-                "I9",
                 f"frame {parent} has floor {floor}, which must be above rank {record.rank} of its successor {frame}",
                 frame=parent,
             )
@@ -586,9 +531,8 @@ def _check_pins(s: State, splits: list[np.ndarray]) -> None:
             parent = int(s.frames["parent"][parent])
     broken = np.flatnonzero(expected != s.frames["pins"])
     first = int(broken[0]) if len(broken) else 0
-    require(
+    I7.require(
         not len(broken),
-        "I7",
         f"frame {first} has {s.frames['pins'][first]} pins, but copies and fences account for {expected[first]}",
         frame=first,
     )

@@ -1,27 +1,43 @@
-"""Requirements: the two ways in which the checks of this folder report a broken law and its place."""
+"""Requirements: the invariants by name, and the two ways in which one reports that it is broken, and where."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 
 from pagedkv.errors import InvariantViolation
 
 
-def require(holds: object, law: str, message: str, *, frame: int | None = None, asid: int | None = None) -> None:
-    """Raise InvariantViolation unless `holds` is true. frame, asid: the faulty place, to look up its last callers."""
-    if not holds:
-        raise InvariantViolation(f"{law} broken: {message}", law=law, frame=frame, asid=asid)
+class Law:
+    """An invariant. name: as docs, errors and tests cite it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def require(self, holds: object, message: str, *, frame: int | None = None, asid: int | None = None) -> None:
+        """Raise InvariantViolation unless `holds`. frame, asid: the faulty place, to look up its last callers."""
+        if not holds:
+            raise InvariantViolation(f"{self._name} broken: {message}", law=self._name, frame=frame, asid=asid)
+
+    def forbid(self, faulty: np.ndarray, message: str, *, place: str = "frame") -> None:
+        """Raise InvariantViolation if `faulty` (bool [n]) is true anywhere. place: what its indices number.
+
+        The error names the first faulty place and how many more there are.
+        """
+        found = np.flatnonzero(faulty)
+        if len(found):
+            first = int(found[0])
+            frame, asid = (first if place == "frame" else None), (first if place == "space" else None)
+            self.require(False, f"{message} ({place} {first}, and {len(found) - 1} more)", frame=frame, asid=asid)
 
 
-def forbid(faulty: np.ndarray, law: str, message: str, *, place: str = "frame") -> None:
-    """Raise InvariantViolation if `faulty` (bool [n]) is true anywhere. place: what its indices number.
-
-    The error names the first faulty place and how many more there are.
-    """
-    found = np.flatnonzero(faulty)
-    if len(found):
-        first = int(found[0])
-        frame, asid = (first if place == "frame" else None), (first if place == "space" else None)
-        raise InvariantViolation(
-            f"{law} broken: {message} ({place} {first}, and {len(found) - 1} more)", law=law, frame=frame, asid=asid
-        )
+I1: Final = Law("I1")
+I2: Final = Law("I2")
+I3: Final = Law("I3")
+I4: Final = Law("I4")
+I5: Final = Law("I5")
+I6: Final = Law("I6")
+I7: Final = Law("I7")
+I8: Final = Law("I8")
+I9: Final = Law("I9")
