@@ -217,7 +217,6 @@ class DiskTier(SlotTier):
 
     def _store_page(self, move: Move) -> None:
         pool, content = self._pool, self._content(move.frame)
-        assert pool is not None
         if not self._goes_straight:
             pool.read(np.array([move.frame]), self._bounce(), _FIRST, move.job.fence)
         total = checksum(content[: self._frame_bytes], move.key.name, self._key)
@@ -266,8 +265,7 @@ class DiskTier(SlotTier):
                 move.why = f"failed: {error.strerror}"
 
     def _load_page(self, move: Move) -> bool:
-        pool, content, seal = self._pool, self._content(move.frame), self._seals[move.slot].copy()
-        assert pool is not None
+        content, seal = self._content(move.frame), self._seals[move.slot].copy()
         if seal["name"].tobytes() != move.key.name:
             return False
         if os.preadv(self._file, [content.data], move.slot * self._stride) < len(content):
@@ -275,18 +273,16 @@ class DiskTier(SlotTier):
         if checksum(content[: self._frame_bytes], move.key.name, self._key) != seal["sum"].tobytes():
             return False
         if not self._goes_straight:
-            pool.write(np.array([move.frame]), self._bounce(), _FIRST, move.job.fence)
+            self._pool.write(np.array([move.frame]), self._bounce(), _FIRST, move.job.fence)
         return True
 
     @property
     def _goes_straight(self) -> bool:
         """Whether the file is read into and written from frames, without a copy between."""
-        assert self._pool is not None
         return self._pool.is_aligned(SECTOR) or not (self._is_direct or self._pool.is_cuda)
 
     def _content(self, frame: int) -> Bytes:
         """Return the memory from which a slot is written, and into which it is read: the frame, or a copy."""
-        assert self._pool is not None
         return self._pool.bytes_of(frame) if self._goes_straight else self._bounce().numpy().ravel()
 
     def _bounce(self) -> torch.Tensor:

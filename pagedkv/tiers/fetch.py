@@ -95,22 +95,22 @@ class Fetch:
         self.tenant: bytes = b""
         self.holds: bool = False
         self.is_given_up: bool = False
-        self._is_done = False
+        self.has_ended: bool = False  # whether the owner was told
         self._pump = pump
 
     @property
     def done(self) -> bool:
         """Whether the fetch has ended: `open` finds now what it could bring. Each look lets it go on."""
-        if not self._is_done:
+        if not self.has_ended:
             self._pump(0.0)
-        return self._is_done
+        return self.has_ended
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the fetch has ended, at most `timeout` seconds. Return `done`."""
         until = None if timeout is None else time.monotonic() + timeout
         while not self.done and (until is None or time.monotonic() < until):
             self._pump(0.0002)
-        return self._is_done
+        return self.has_ended
 
     def cancel(self) -> None:
         """End the fetch, and hold no pages. Pages that have arrived stay cached.
@@ -131,12 +131,7 @@ class Fetch:
     def end(self, num_pages: int = 0) -> None:
         """Tell the owner that the fetch has ended, and that the pool has the first `num_pages` pages of the prompt."""
         size = self.asked if self.start is None else max(0, num_pages - self.start) * self.page_tokens
-        self.tokens, self._is_done = min(self.asked, size), True
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the owner was told."""
-        return self._is_done
+        self.tokens, self.has_ended = min(self.asked, size), True
 
     @property
     def num_verified(self) -> int:
@@ -236,12 +231,16 @@ class Loader:
     cache would pump the tiers again.
     """
 
-    def __init__(self, manager: Callable[[], MemoryManager], levels: Sequence[Level], num_groups: int) -> None:
-        self._manager, self._levels, self._num_groups = manager, levels, num_groups
+    def __init__(self, manager: Callable[[], MemoryManager], levels: Sequence[Level]) -> None:
+        self._manager, self._levels = manager, levels
         self.fetches: list[Fetch] = []
         self.waiting: list[Fetch] = []
         self.holds: _Holds = _Holds(manager)
         self._loads: dict[tuple[int, int, bytes], tuple[_FetchedPage, int]] = {}
+
+    @property
+    def _num_groups(self) -> int:
+        return len(self._manager().groups)
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,8 @@ FORMS = (
     "disk:200GiB:/var/cache/pagedkv"
 )
 
-_WITH_A_PLACE: dict[str, Callable[[str, str], Tier]] = {
-    "disk": lambda size, place: DiskTier(place, size, key=debug.tier_key()),
-    "redis": lambda size, place: RedisTier(place, size, key=debug.tier_key()),
-    "objects": lambda size, place: ObjectTier(place, size, key=debug.tier_key()),
-    "mooncake": lambda size, place: MooncakeTier(place, size, key=debug.tier_key()),
+_WITH_A_PLACE: Final[dict[str, Callable[..., Tier]]] = {
+    kind.kind: kind for kind in (DiskTier, RedisTier, ObjectTier, MooncakeTier)
 }
 
 _PLAIN: Final = re.compile(r"[a-z]*(:[\d.]*\s*\w{0,3}(:\w*)?)?")
@@ -48,6 +45,6 @@ def _tier_of(text: str) -> Tier:
         return HostTier(size)
     if kind in _WITH_A_PLACE and re.fullmatch(r"[\w. ]+", size) and place:
         parse_bytes(size)  # first: without a size, the place is a part of a URL
-        return _WITH_A_PLACE[kind](size, place)
+        return _WITH_A_PLACE[kind](place, size, key=debug.tier_key())
     hidden = f"{kind}:***" if kind in _WITH_A_PLACE else "***"  # a URL in it may have a password anywhere
     raise InvalidRequest(f"a tier is {text if _PLAIN.fullmatch(text) else hidden!r}; give {FORMS}")

@@ -69,12 +69,12 @@ class HostTier(SlotTier):
         return []
 
     def _store(self, moves: Sequence[Move]) -> None:
-        pool = self._pool
-        assert pool is not None
         slots, frames = _places(moves)
         fence, seconds = moves[0].job.fence, self._seconds(len(moves))
-        sums = pool.read(frames, self._memory, slots, fence, is_summed=self._verifies, seconds=seconds)
-        held = pool.hold(frames, np.array([move.stamp for move in moves]))  # a page that changed meanwhile is seen
+        sums = self._pool.read(frames, self._memory, slots, fence, is_summed=self._verifies, seconds=seconds)
+        held = self._pool.hold(
+            frames, np.array([move.stamp for move in moves])
+        )  # a page that changed meanwhile is seen
         for move, total, is_whole in zip(moves, sums or [_NO_SUM] * len(moves), held.tolist(), strict=True):
             if is_whole:
                 self._seals[move.slot] = move.key.name + total
@@ -82,17 +82,14 @@ class HostTier(SlotTier):
                 move.why = CHANGED
 
     def _load(self, moves: Sequence[Move]) -> None:
-        pool = self._pool
-        assert pool is not None
         slots, frames = _places(moves)
         fence, seconds = moves[0].job.fence, self._seconds(len(moves))
-        sums = pool.write(frames, self._memory, slots, fence, is_summed=self._verifies, seconds=seconds)
+        sums = self._pool.write(frames, self._memory, slots, fence, is_summed=self._verifies, seconds=seconds)
         for move, total in zip(moves, sums or [_NO_SUM] * len(moves), strict=True):
             if self._seals[move.slot] != move.key.name + total:
                 move.why = CORRUPT
 
     def _part(self) -> int:
-        assert self._pool is not None
         if self._limit is None or self._pool.is_cuda:
             return PART
         return max(PART, min(MOST_PART, int(self._limit) // PARTS_PER_SECOND))
@@ -101,7 +98,6 @@ class HostTier(SlotTier):
         """Return how long a copy of so many pages may take: the time that the limit gives it, if there is a limit."""
         if self._limit is None:
             return 0.0
-        assert self._pool is not None
         return OF_LIMIT * num_pages * self._pool.frame_bytes / max(self._limit, LEAST_SPEED)
 
     def _void(self, slots: Sequence[int]) -> None:

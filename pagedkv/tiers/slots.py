@@ -17,9 +17,9 @@ from __future__ import annotations
 import time
 import weakref
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -69,6 +69,7 @@ class SlotTier(Tier):
 
     kind: str
     num_threads: int = 1
+    _pool: PoolView  # once the tier is registered
 
     def __init__(self, size: str | int, *, limit: str | int | None = None, policy: str = "lru") -> None:
         self.size: int = parse_bytes(size)
@@ -78,8 +79,7 @@ class SlotTier(Tier):
             raise InvalidRequest(f"limit is {limit!r}; give the bytes that the tier may move in a second, or None")
         self._policy = policy
         self._stats = TierStats()
-        self._pool: PoolView | None = None
-        self._is_closed = self._has_ended = False
+        self._is_registered = self._is_closed = self._has_ended = False
 
     # -- where the bytes lie (for subclasses) --------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class SlotTier(Tier):
         """See Tier.register."""
         if self._is_closed:
             raise InvalidRequest(f"the {self.name} tier was closed; make a new one")
-        if self._pool is not None:
+        if self._is_registered:
             raise InvalidRequest(f"the {self.name} tier serves a cache already; make one tier for each cache")
         num_slots = self.size // self._slot_bytes(pool.frame_bytes)
         if num_slots < 1:
@@ -157,7 +157,7 @@ class SlotTier(Tier):
             if self._slots.publish([slot], [name])[0] != slot:  # stored twice
                 self._void([slot])
             self._slots.drop([slot])
-        self._pool = pool
+        self._pool, self._is_registered = pool, True
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """See Tier.lookup."""
@@ -168,7 +168,6 @@ class SlotTier(Tier):
 
     def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
         """See Tier.submit."""
-        assert self._pool is not None
         job = Job(op, fence=self._pool.fence())
         self._jobs.add(job)
         found = self._slots.find([key.name for key in keys]).tolist() if keys else []
@@ -196,7 +195,6 @@ class SlotTier(Tier):
 
     def _begin_stores(self, moves: list[Move]) -> list[Move]:
         """Take slots for the pages that are not there, and end the others. Return those that a thread has to move."""
-        assert self._pool is not None
         if not self.num_pending:
             self._storing.clear()  # of a call that was interrupted before it took slots
         new: dict[bytes, list[Move]] = {}
@@ -277,7 +275,6 @@ class SlotTier(Tier):
     @property
     def max_stores(self) -> int:
         """See Tier.max_stores. A part of the slots: pages under way evict others, and may come to nothing."""
-        assert self._pool is not None
         most = min(self._slots.num_frames // 8 + 1, max(MOST_STORES, MOST_BYTES // self._pool.frame_bytes))
         return max(0, most - self.num_pending)
 
@@ -287,17 +284,12 @@ class SlotTier(Tier):
         return self._mover.num_pages + len(self._ended)  # in this order: a task ends after its pages are appended
 
     def _count(self, ended: list[Move]) -> None:
-        assert self._pool is not None
         stats, size = self._stats, self._pool.frame_bytes
-        for move in ended:
-            if move.why == CORRUPT:
-                stats.corrupt += 1
-            elif move.why == FULL:
-                stats.refused += 1
-            elif move.why == CHANGED:
-                stats.changed += 1
-            elif move.why.startswith("failed"):
-                stats.failed += 1
+        counts = Counter(move.why for move in ended)
+        stats.corrupt += counts[CORRUPT]
+        stats.refused += counts[FULL]
+        stats.changed += counts[CHANGED]
+        stats.failed += sum(move.why.startswith("failed") for move in ended)
         loads = [move.seconds for move in ended if not move.why and move.job.op is Op.LOAD]
         stores = [move.seconds for move in ended if not move.why and move.job.op is Op.STORE and move.slot >= 0]
         stats.loaded, stats.stored = stats.loaded + len(loads), stats.stored + len(stores)
@@ -353,8 +345,8 @@ class SlotTier(Tier):
 
     def stats(self) -> TierStats:
         """See Tier.stats."""
-        now = self._stats.copy()
-        if self._pool is not None:
+        now = replace(self._stats)
+        if self._is_registered:
             of_slots = self._slots.stats()
             now.pages, now.slots = of_slots.cached, self._slots.num_frames
         return now
@@ -362,6 +354,6 @@ class SlotTier(Tier):
     def close(self, timeout: float = CLOSING) -> None:
         """See Tier.close. A second call ends a tier whose thread hung, or whose first call was interrupted."""
         self._is_closed = True
-        if not self._has_ended and self._pool is not None and self._mover.close(timeout):  # else a thread may write
+        if not self._has_ended and self._is_registered and self._mover.close(timeout):  # else a thread may write
             self._end()
             self._has_ended = True

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
@@ -52,19 +52,20 @@ GROWTH: Final = 1.0
 
 
 class _Owner:
-    """The manager of a stack, which is the cache that owns the stack. A call returns it.
-
-    lasts: whether the stack keeps the manager alive, as its tiers need it until they are closed. Without tiers the
-           memory of a cache that is dropped is given back at once.
-    """
-
-    def __init__(self, manager: MemoryManager, *, lasts: bool) -> None:
-        self._kept, self._manager = manager if lasts else None, ref(manager)
+    """The manager of a stack, which is the cache that owns the stack. A call returns it."""
 
     def __call__(self) -> MemoryManager:
         manager = self._manager()
         assert manager is not None, "a stack without tiers outlives its cache"
         return manager
+
+    def keep(self, manager: MemoryManager, *, lasts: bool) -> None:
+        """Return `manager` from now on.
+
+        lasts: whether the stack keeps the manager alive, as its tiers need it until they are closed. Without tiers the
+               memory of a cache that is dropped is given back at once.
+        """
+        self._kept, self._manager = manager if lasts else None, ref(manager)
 
     def let_go(self) -> None:
         """Keep the manager alive no longer."""
@@ -108,7 +109,8 @@ class TierStack(ThreadGuard):
         self._quotas: dict[bytes, int | None] = {}
         self._is_closed = False
         self._since: int | None = 0  # the last event seen; None: look at all pages that are published
-        self._loader: Loader | None = None
+        self._manager = _Owner()
+        self._loader: Loader = Loader(self._manager, self._levels)
         self._begin_guard(strict=False)
 
     def require_events(self, manager_options: dict[str, Any], num_frames: int) -> None:
@@ -124,11 +126,11 @@ class TierStack(ThreadGuard):
 
         Raises: any error of a tier; the tiers before it are closed then
         """
-        of = self._manager = _Owner(manager, lasts=bool(self._levels))
+        of = self._manager  # a pool that refers to the stack would keep a dropped cache in memory
+        of.keep(manager, lasts=bool(self._levels))
         self.pool: PoolView = PoolView(frames, lambda: of().frame_views()[:2])
         facts = fingerprint(specs, layer_groups, frames.shape[1], model=self._model, rank=self._rank)
         self._namer = Namer(facts, len(specs))
-        self._loader = Loader(of, self._levels, len(specs))
         begun: list[Tier] = []
         try:
             for level in self._levels:
@@ -162,7 +164,7 @@ class TierStack(ThreadGuard):
         self._pump(wait)
 
     def _pump(self, wait: float) -> None:
-        if not self._levels or self._loader is None:
+        if not self._levels:
             return
         if wait and self.num_pending:
             time.sleep(wait)
@@ -227,7 +229,6 @@ class TierStack(ThreadGuard):
         salt: bytes | Mapping[int, bytes], timeout: float | None, hold: bool = False,
     ) -> Fetch:  # fmt: skip
         """See PagedKVCache.fetch."""
-        assert self._loader is not None
         ids, tenant = token_row(token_ids), tenant_name(tenant)
         seconds = DEADLINE if timeout is None else real(timeout, "timeout")
         fetch = Fetch(ids, self.pump, time.monotonic() + seconds)
@@ -240,12 +241,12 @@ class TierStack(ThreadGuard):
     @property
     def num_fetches(self) -> int:
         """Fetches that load into frames of the pool."""
-        return 0 if self._loader is None else len(self._loader.fetches)
+        return len(self._loader.fetches)
 
     @property
     def num_holds(self) -> int:
         """Fetches that are done and hold their pages."""
-        return 0 if self._loader is None else len(self._loader.holds)
+        return len(self._loader.holds)
 
     def num_held(self, tenant: bytes | None = None) -> int:
         """Return how many frames a plan may take from fetches that hold their pages.
@@ -253,8 +254,6 @@ class TierStack(ThreadGuard):
         tenant: the tenant of the plan; None for any. If tenants have quotas, only its own frames are counted: how many
             of the others it may take is decided by the rules of quotas.
         """
-        if self._loader is None or not self._loader.holds:
-            return 0
         return self._loader.holds.num_frames(tenant if self._quotas else None)
 
     def release_for(self, lack: OutOfFrames) -> bool:
@@ -268,16 +267,15 @@ class TierStack(ThreadGuard):
 
     @exclusive
     def _release_newest(self, tenant: bytes | None) -> bool:
-        return self._loader is not None and self._loader.holds.release_newest(tenant)
+        return self._loader.holds.release_newest(tenant)
 
     @exclusive
     def release_holds(self) -> None:
         """Hold no pages any more, nor those of fetches under way: their owner has lost them."""
-        if self._loader is not None:
-            for fetch in (*self._loader.fetches, *self._loader.waiting):
-                fetch.holds = False
-            for fetch in self._loader.holds:
-                self._loader.holds.release(fetch)
+        for fetch in (*self._loader.fetches, *self._loader.waiting):
+            fetch.holds = False
+        for fetch in self._loader.holds:
+            self._loader.holds.release(fetch)
 
     @property
     def num_pending(self) -> int:
@@ -304,47 +302,33 @@ class TierStack(ThreadGuard):
 
         timeout: the most seconds to wait. Return whether a fetch gave its frames back; `pump` gives others back later.
         """
-        fetches = [] if self._loader is None else self._loader.fetches
-        before, until = len(fetches), time.monotonic() + timeout
-        newest = next((fetch for fetch in reversed(fetches) if not fetch.is_given_up), None)
+        before, until = self.num_fetches, time.monotonic() + timeout
+        newest = next((fetch for fetch in reversed(self._loader.fetches) if not fetch.is_given_up), None)
         if newest is not None:
             newest.give_up()
-        while self._loader is not None and before:
-            self._loader.poll()
-            if len(self._loader.fetches) < before:
-                return True
-            if time.monotonic() >= until:
-                break
-            time.sleep(PAUSE)
-        return False
+        return before > 0 and self._polled(lambda: self.num_fetches < before, until)
 
-    @exclusive
-    def _end_fetches(self, until: float) -> bool:
-        if self._loader is None:
-            return True
-        self._loader.give_up()
+    def _polled(self, has_ended: Callable[[], bool], until: float) -> bool:
+        """Poll the tiers until `has_ended`, or until a time. Return whether it has."""
         while True:
             self._loader.poll()
-            if not (self._loader.fetches or self._loader.waiting or self._loader.holds):
+            if has_ended():
                 return True
             if time.monotonic() >= until:
                 return False
             time.sleep(PAUSE)
 
+    @exclusive
     def quiesce(self, timeout: float = DEADLINE) -> bool:
         """End all fetches, and wait until no tier reads or writes a frame, at most `timeout` seconds.
 
         Return whether none does. The pages that wait to be stored are stored later.
         """
         until = time.monotonic() + real(timeout, "timeout")
-        if not self._end_fetches(until):
-            return False
-        while self.num_pending:
-            self._poll()
-            if time.monotonic() >= until:
-                return not self.num_pending
-            time.sleep(PAUSE)
-        return True
+        loader = self._loader
+        loader.give_up()
+        has_no_fetch = self._polled(lambda: not (loader.fetches or loader.waiting or loader.holds), until)
+        return has_no_fetch and self._polled(lambda: not self.num_pending, until)
 
     def require_quiet(self) -> None:
         """Quiesce before the frames move. Raises: InvalidRequest if a tier hangs"""
@@ -367,18 +351,11 @@ class TierStack(ThreadGuard):
         return any(call[0] == threading.get_ident() for call in self._calls.values())
 
     @exclusive
-    def _poll(self) -> None:
-        assert self._loader is not None
-        self._loader.poll()
-
-    @exclusive
     def forget(self) -> None:
         """Drop all pages of all tiers. The manager has forgotten its own.
 
         Pages get other names from now on, so a tier that cannot drop its pages now has none that is found.
         """
-        if self._loader is None:
-            return
         self._namer = self._namer.renamed()
         self._loader.give_up(keep=False)
         for level in self._levels:
@@ -408,5 +385,4 @@ class TierStack(ThreadGuard):
             for level in self._levels:
                 level.close(PATIENCE)
             self._levels.clear()
-            if self._loader is not None:
-                self._manager.let_go()
+            self._manager.let_go()

@@ -28,7 +28,7 @@ import enum
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -122,10 +122,6 @@ class TierStats:
     changed: int = 0
     pages: int = 0
     slots: int = 0
-
-    def copy(self) -> TierStats:
-        """Return a copy."""
-        return replace(self)
 
 
 class Tier(ABC):

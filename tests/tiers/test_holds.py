@@ -115,7 +115,7 @@ def turn(world: World, verb: str, ids: list[int], count: int, hold: bool) -> tup
         cache.abort(batch)
         space.release()
     elif verb == "release":
-        for fetch in list(cache.tiers._loader.holds) if cache.tiers._loader else []:
+        for fetch in cache.tiers._loader.holds:
             fetch.cancel()
     return said
 

@@ -14,10 +14,7 @@ from pagedkv.tiers import DiskTier, HostTier, tier_names
 from tests.tiers.world import IDS, SIZE, SPEC, Stubborn, World, evicted
 
 FRAMES = 24
-GROUPS = {
-    "one": SPEC,
-    "windowed": [SPEC, KVSpec(1, 1, 16, block_size=SIZE, dtype="float32", window=6)],
-}
+GROUPS = {"one": SPEC, "windowed": [SPEC, KVSpec(1, 1, 16, block_size=SIZE, dtype="float32", window=6)]}
 
 
 def tiers_of(folder: Path, slots: int) -> list[HostTier | DiskTier]:

@@ -463,8 +463,6 @@ def test_mooncake_shares_pages_and_a_dead_master_is_a_miss(tmp_path: Path, monke
     store.close()
 
 
-# --- objects over HTTP ------------------------------------------------------------------------------------------------
-
 LARGE = replace(SPEC, num_layers=512)
 """Frames of 256 KiB, so that ten pages make an object of more than 2 MiB."""
 

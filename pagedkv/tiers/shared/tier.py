@@ -154,7 +154,6 @@ class SharedTier(SlotTier):
 
     def _store(self, moves: Sequence[Move]) -> None:
         pool = self._pool
-        assert pool is not None
         for move, is_there in zip(moves, self._records.find([move.key.name for move in moves]), strict=True):
             move.why = THERE if is_there else ""
         new = [move for move in moves if not move.why]
@@ -179,15 +178,13 @@ class SharedTier(SlotTier):
                 move.why = CANCELLED
 
     def _load(self, moves: Sequence[Move]) -> None:
-        pool = self._pool
-        assert pool is not None
-        contents = self._records.get([move.key.name for move in moves], pool.frame_bytes)
+        contents = self._records.get([move.key.name for move in moves], self._pool.frame_bytes)
         for move, content in zip(moves, contents, strict=True):
             if isinstance(content, str):
                 move.why = GONE if content is MISSING else CORRUPT
             else:
                 stage = torch.from_numpy(content if content.flags.writeable else content.copy())[None]
-                pool.write(np.array([move.frame]), stage, np.zeros(1, np.int64), move.job.fence)
+                self._pool.write(np.array([move.frame]), stage, np.zeros(1, np.int64), move.job.fence)
 
     def _end(self) -> None:
         if self._asker is None or self._asker.close():  # else the client is in use, and stays
@@ -195,7 +192,7 @@ class SharedTier(SlotTier):
 
     def close(self, timeout: float = CLOSING) -> None:
         """See Tier.close."""
-        if self._pool is None and not self._is_closed:
+        if not self._is_registered and not self._is_closed:
             self._records.close()
         super().close(timeout)
 
