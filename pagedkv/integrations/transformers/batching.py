@@ -109,15 +109,8 @@ def _batched_attention(
     else:
         layer, batch = _gathered(cache, module.layer_idx, key, value, options)
         window = options.get("sliding_window")
-    out = paged_attention(
-        q,
-        layer,
-        batch,
-        scale=options.get("scaling"),
-        window=window,
-        softcap=options.get("softcap") or 0.0,
-        sinks=options.get("s_aux"),
-    )
+    scale, softcap, sinks = options.get("scaling"), options.get("softcap") or 0.0, options.get("s_aux")
+    out = paged_attention(q, layer, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
     return out.unsqueeze(0), None
 
 
@@ -134,17 +127,10 @@ def _step_of(cache: Any, allocator: Any, options: dict[str, Any]) -> PagedBatch:
     write = options["write_index"][allocator.index]
     tokens = read if read.numel() else write
     cu_seqlens_k = options["cu_seq_lens_k"][allocator.layer_type]
-    lengths = cu_seqlens_k.diff().to(torch.int32)
     longest = int(options["max_length_k"][allocator.layer_type])
     firsts = torch.arange(max(1, -(-longest // size)), device=tokens.device) * size
     table = tokens[(cu_seqlens_k[:-1, None] + firsts).clamp(max=len(tokens) - 1).long()] // size
-    batch = PagedBatch(
-        table.to(torch.int32),
-        lengths,
-        options["cu_seq_lens_q"].to(torch.int32),
-        max_seqlen_q=int(options["max_length_q"]),
-        max_seqlen_k=longest,
-    )
+    batch = _batch_of(table, cu_seqlens_k, longest, options)
     _STEPS[cache] = options["read_index"], batch
     return batch
 
@@ -159,11 +145,10 @@ def _gathered(
     keys, values = (one[0].transpose(0, 1).unsqueeze(1).contiguous() for one in (keys, values))
     cu_seqlens_k, longest = theirs["cu_seq_lens_k"], int(theirs["max_length_k"])
     table = cu_seqlens_k[:-1, None] + torch.arange(longest, device=keys.device)
-    batch = PagedBatch(
-        table.clamp(max=len(keys) - 1).to(torch.int32),
-        cu_seqlens_k.diff().to(torch.int32),
-        options["cu_seq_lens_q"].to(torch.int32),
-        max_seqlen_q=int(options["max_length_q"]),
-        max_seqlen_k=longest,
-    )
-    return KVLayer(keys, values), batch
+    return KVLayer(keys, values), _batch_of(table.clamp(max=len(keys) - 1), cu_seqlens_k, longest, options)
+
+
+def _batch_of(table: torch.Tensor, cu_seqlens_k: torch.Tensor, longest: int, options: dict[str, Any]) -> PagedBatch:
+    """Return the batch of a step of the host, whose longest sequence has `longest` tokens."""
+    starts, most_queries = options["cu_seq_lens_q"].to(torch.int32), int(options["max_length_q"])
+    return PagedBatch(table.to(torch.int32), cu_seqlens_k.diff().to(torch.int32), starts, most_queries, longest)

@@ -83,13 +83,8 @@ def patch(
         raise InvalidRequest("weights of the model are offloaded or not loaded, and a pool needs its device; load them")
     if pool is not None and not isinstance(pool, Pool):
         raise InvalidRequest(f"patch got a {type(pool).__name__} as its pool; give a Pool, or leave it out")
-    if pool is not None and (memory, kv_dtype, block_size, prefix_cache, *(tiers or ()), weights) != (
-        None,
-        None,
-        16,
-        True,
-        "",
-    ):
+    of_pool = (memory, kv_dtype, block_size, prefix_cache, *(tiers or ()), weights)
+    if pool is not None and of_pool != (None, None, 16, True, ""):
         raise InvalidRequest("patch got a pool and options of a pool; give one of them")
     if model.config._attn_implementation == BATCHING_NAME:
         raise InvalidRequest("patch(model) inside of paged_batching(model); patch before its context, or after it")

@@ -20,9 +20,17 @@ if not torch.cuda.is_available():
         import triton.language  # noqa: F401
 
 
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """Return a model for all tests of a file. A file whose tests change it has a fixture of this name for each test."""
+    from tests.integrations.transformers.families import model_of
+
+    return model_of("llama", num_hidden_layers=2)
+
+
 @pytest.fixture
 def patched(llama: Any) -> Iterator[Patched]:
-    """The `llama` of a file, patched while a test runs."""
+    """Yield the `llama` of a file, patched while a test runs."""
     from pagedkv.integrations.transformers import patch
 
     handle = patch(llama, memory="16MiB")

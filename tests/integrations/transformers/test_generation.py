@@ -8,22 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import (
-    TextGenerationPipeline,
-    TextIteratorStreamer,
-)
+from transformers import TextGenerationPipeline, TextIteratorStreamer
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import PagedCache, Patched, patch
 from pagedkv.integrations.transformers.geometry import CACHE
-from tests.integrations.transformers.families import model_of, prompts
+from tests.integrations.transformers.families import prompts
 
 ASKED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model_of("llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ SIDES = ("left", "right", "middle", "holes", "all")
 QUICK = (("llama", "holes"), ("mistral", "right"))
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model_of("llama", num_hidden_layers=2)
-
-
 def shown(side: str, width: int, rows: int, seed: int) -> torch.Tensor:
     """Return a mask of `width` columns with padding on a side of its first row, and in the holes of all rows."""
     generator = torch.Generator().manual_seed(seed)

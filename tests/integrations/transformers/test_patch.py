@@ -32,11 +32,6 @@ class Counter:
             self.tokens += ids.numel()
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model_of("llama", num_hidden_layers=2)
-
-
 @pytest.fixture
 def model() -> Any:
     """Return a model that a test may leave changed."""

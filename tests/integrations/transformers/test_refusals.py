@@ -10,12 +10,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    DynamicCache,
-    GenerationConfig,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from pagedkv.errors import InvalidRequest
@@ -29,11 +24,6 @@ SECTION: Final = " ".join(
     (ROOT / "docs/start/transformers.md").read_text().partition("\n## Refusals\n")[2].partition("\n## ")[0].split()
 )
 """The manual's list, in one line."""
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model_of("llama", num_hidden_layers=2)
 
 
 @pytest.fixture
