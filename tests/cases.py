@@ -350,15 +350,7 @@ _DRAFTS = Case(q_lens=(1, 4, 3, 0, 5), kv_lens=(40, 4, 70, 9, 33))
 SMALL = (
     Case(),
     *(Case(q_lens=(1,), kv_lens=(n,)) for n in (0, 1, 15, 17)),
-    *(
-        Case(q_lens=q, kv_lens=kv)
-        for q, kv in [
-            ((), ()),
-            ((0, 0), (5, 0)),
-            ((17, 1), (17, 512)),
-            LENGTHS["mixed"],
-        ]
-    ),
+    *(Case(q_lens=q, kv_lens=kv) for q, kv in [((), ()), ((0, 0), (5, 0)), ((17, 1), (17, 512)), LENGTHS["mixed"]]),
     _case({"lengths": "more queries than tokens", "mask": "all"}),
     _case({"lengths": "more queries than tokens", "mask": "causal"}),
     *(Case(*LENGTHS["more queries than tokens"], mask="some", window=window) for window in (None, (None, 1), (1, 0))),

@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import (
-    KernelUnavailable,
-    KVSpec,
-    OutOfFrames,
-    PagedKVCache,
-    paged_attention,
-    write_kv,
-)
+from pagedkv import KernelUnavailable, KVSpec, OutOfFrames, PagedKVCache, paged_attention, write_kv
 from pagedkv.cache import PlannedBatch
 from pagedkv.cache import batch as cache_batch
 from pagedkv.cache import mirror as mirror_module

@@ -63,23 +63,12 @@ class Machine(RuleBasedStateMachine):
         groups=some.sampled_from(GROUPS),
     )
     def build(
-        self,
-        block_size: int,
-        num_frames: int,
-        prefix_cache: bool,
-        policy: str,
-        events: int,
-        groups: tuple[Group, ...],
+        self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, events: int, groups: tuple[Group, ...]
     ) -> None:
         num_frames *= len(groups)
         self.first_size = num_frames
         self.mm = MemoryManager(
-            num_frames,
-            block_size,
-            prefix_cache=prefix_cache,
-            policy=policy,
-            events=events,
-            groups=groups,
+            num_frames, block_size, prefix_cache=prefix_cache, policy=policy, events=events, groups=groups
         )
         self.reader = Follower(self.mm, since=0)
         self.named: dict[tuple[int, int], bytes] = {}

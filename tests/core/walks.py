@@ -49,13 +49,7 @@ class Walk:
 
     def __init__(self, seed: int, world: World = WORLDS["plain"]) -> None:
         self.world, self.random = world, np.random.default_rng(seed)
-        self.mm = MemoryManager(
-            world.num_frames,
-            world.block_size,
-            policy=world.policy,
-            groups=world.groups,
-            events=16,
-        )
+        self.mm = MemoryManager(world.num_frames, world.block_size, policy=world.policy, groups=world.groups, events=16)
         self.mm.state.reg[st.KEY] = KEY
         self.epoch, self.refused, self.conflicts = FIRST_EPOCH, 0, 0
         self.last_event = 0  # the newest one that was read
@@ -314,31 +308,11 @@ class Walk:
         return content.hexdigest()
 
 
-OFTEN = (
-    Walk.open,
-    Walk.decode,
-    Walk.decode,
-    Walk.decode,
-    Walk.prefill,
-    Walk.prefill,
-    Walk.plan,
-    Walk.settle,
-    Walk.settle,
-    Walk.release,
-)
+OFTEN = (Walk.open, *[Walk.decode] * 3, *[Walk.prefill] * 2, Walk.plan, *[Walk.settle] * 2, Walk.release)
 SOMETIMES = (Walk.fork, Walk.reorder, Walk.truncate, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
-RARELY = (
-    Walk.open_batch,
-    Walk.retire,
-    Walk.advance,
-    Walk.advise,
-    Walk.evict,
-    Walk.set_quota,
-    Walk.resize,
-    Walk.forget,
-    Walk.read_events,
-)
-MOVES = (*OFTEN, *OFTEN, *SOMETIMES, *RARELY, Walk.fork, Walk.truncate, Walk.advance)
+RARELY = (Walk.open_batch, Walk.retire, Walk.advance, Walk.advise, Walk.evict)
+OF_THE_POOL = (Walk.set_quota, Walk.resize, Walk.forget, Walk.read_events)
+MOVES = (*OFTEN, *OFTEN, *SOMETIMES, *RARELY, *OF_THE_POOL, Walk.fork, Walk.truncate, Walk.advance)
 
 
 def main(seed: int, steps: int, world: World) -> None:

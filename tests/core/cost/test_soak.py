@@ -40,22 +40,15 @@ def release_all(walk: Walk) -> None:
         walk.mm.unpin(pin)
 
 
-COMBINATIONS = list(zip([*sorted(POLICIES), "lru"], WORLDS, strict=True))
-"""Each policy in one world. The slow test walks further, in all combinations."""
+SOME = zip([*sorted(POLICIES), "lru"], WORLDS, strict=True)  # each policy in one world
+FURTHER = product(sorted(POLICIES), WORLDS)
 
 
-@pytest.mark.parametrize(("policy", "world"), COMBINATIONS)
-def test_no_frame_is_lost_in_a_random_walk(policy: str, world: str) -> None:
-    check_no_frame_lost(policy, world, steps=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "world"), list(product(sorted(POLICIES), WORLDS)))
-def test_no_frame_is_lost_in_any_random_walk(policy: str, world: str) -> None:
-    check_no_frame_lost(policy, world, steps=2000)
-
-
-def check_no_frame_lost(policy: str, world: str, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "world", "steps"),
+    [*((*each, 400) for each in SOME), *(pytest.param(*each, 2000, marks=pytest.mark.slow) for each in FURTHER)],
+)
+def test_no_frame_is_lost_in_a_random_walk(policy: str, world: str, steps: int) -> None:
     walk = Walk(5, replace(WORLDS[world], policy=policy))
     run_walk(walk, steps, every=50)
     assert walk.refused > 0  # the pool was too small at times

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numba
 import numpy as np
@@ -14,6 +14,7 @@ from pagedkv.core import FramePool
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import ConcurrentUse, InvalidRequest, InvariantViolation, QuotaExceeded
 from tests.core.frame_pool.oracle import everything, key, named
+from tests.core.interrupts.concurrency import at_once
 
 pytestmark = pytest.mark.strict
 compiled_only = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="only a compiled call is atomic, and fast")
@@ -220,16 +221,7 @@ def test_threads_that_take_and_drop_at_once_lose_no_frame(monkeypatch: pytest.Mo
             busy.drop(frames)
             busy.drop(busy.take_one())
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    at_once(*(partial(work, seed) for seed in range(4)))
     busy.check()
     assert (busy.stats().mapped, busy.references().sum()) == (0, 0)
 

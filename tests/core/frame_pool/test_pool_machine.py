@@ -100,12 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
         for frame in shared:
             self.oracle.share(frame)
 
-    @rule(
-        data=some.data(),
-        wrong=some.lists(FRAMES, max_size=1),
-        last=some.booleans(),
-        single=some.booleans(),
-    )
+    @rule(data=some.data(), wrong=some.lists(FRAMES, max_size=1), last=some.booleans(), single=some.booleans())
     def drop(self, data: some.DataObject, wrong: list[int], last: bool, single: bool) -> None:
         held = [frame for frame, its in enumerate(self.oracle.frames) for _ in range(its.refs)]
         dropped = data.draw(some.lists(some.sampled_from(held), max_size=6)) + wrong if held else wrong

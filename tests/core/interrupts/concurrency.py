@@ -1,9 +1,10 @@
-"""A call of a manager that is under way in another thread for as long as a test needs it."""
+"""Calls of a manager or a pool in other threads: one that is under way as long as a test needs it, and many at once."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,3 +37,17 @@ def call_under_way(mm: MemoryManager) -> Iterator[None]:
     finally:
         ids.finish.set()
         thread.join()
+
+
+def at_once(*calls: Callable[[], object]) -> None:
+    """Make each call in a thread, and wait for all. The threads take turns as often as Python lets them."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)

@@ -20,7 +20,7 @@ from pagedkv.core.prefix.events import Event, EventLog
 from pagedkv.core.state import EPOCH
 from pagedkv.errors import ConcurrentUse, InvalidRequest, PlanConflict
 from tests.core.frame_pool.oracle import key
-from tests.core.interrupts.concurrency import call_under_way
+from tests.core.interrupts.concurrency import at_once, call_under_way
 from tests.core.oracle import grown
 from tests.interrupts import Interrupter, count_instructions
 
@@ -248,16 +248,7 @@ def test_threads_that_follow_an_interrupted_call_enter_one_at_a_time() -> None:
             except ConcurrentUse:
                 mm._calls.setdefault(0, [threading.get_ident()])
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    at_once(*[work] * 4)
     assert most == [1]
     assert served[0] > 0
     mm.recover()

@@ -8,13 +8,7 @@ import pytest
 from pagedkv.core import Group, MemoryManager
 from tests.core.oracle import grown
 
-PROMPT_FIGURES = (
-    "tokens_asked",
-    "tokens_matched",
-    "missed_evicted",
-    "missed_new",
-    "below_one_page",
-)
+PROMPT_FIGURES = ("tokens_asked", "tokens_matched", "missed_evicted", "missed_new", "below_one_page")
 
 
 def observed(**options: object) -> MemoryManager:
