@@ -46,9 +46,8 @@ def test_a_stage_that_fails_hangs_or_is_killed_does_not_stop_the_others(
     )
     monkeypatch.setattr(tree, "copy", lambda root, target: target.mkdir())
     monkeypatch.setattr(gpu, "CALLS", {"call1": fakes})
-    monkeypatch.setattr(gpu, "KIT", tmp_path)
-    monkeypatch.setattr(gpu_kit, "KIT", tmp_path)
-    monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
+    for module, name in ((gpu, "KIT"), (gpu_kit, "KIT"), (gpu_kit, "ROOT")):
+        monkeypatch.setattr(module, name, tmp_path)
     gpu_kit.pack("good", iter([("packed/__init__.py", b"print('= unpacked')")]))
     monkeypatch.setenv("PAGEDKV_DEBUG", "3")
     began = time.monotonic()

@@ -40,14 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-RUNS: Final[dict[str, dict[str, Any]]] = {
-    "llama": {}, "llama captured": CAPTURED, "llama pool": POOL, **{name: {} for name in MODELS},
-}  # fmt: skip
+RUNS: Final[Any] = {"llama": {}, "llama captured": CAPTURED, "llama pool": POOL, **{name: {} for name in MODELS}}
 
 
 @cache
 def of_vllm(model: Path) -> Any:
-    """Return what vLLM generates with its own attention."""
     return generate(model, environ=EXACT, attention_backend="TRITON_ATTN", **MEMORY)
 
 
