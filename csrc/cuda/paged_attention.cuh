@@ -9,8 +9,8 @@
 // A unit    ROWS rows, which are (query, head of the group) pairs of one sequence and one kv head: all heads of a group
 //           use each byte of KV that is read.
 // A CTA     WARPS_N teams of WARPS_M (x WARPS_D, for wide heads) warps. A team takes every WARPS_N-th tile of keys, a
-//           warp 16 rows. Teams do not wait for one another until the unit ends. A decode has four teams of one warp,
-//           so no barrier of the block stands between two tiles of keys.
+//           warp 8 or 16 rows. Teams do not wait for one another until the unit ends. A decode has four teams of one
+//           warp, so no barrier of the block stands between two tiles of keys.
 // Stages    buffers in shared memory, each team's own: STAGES - 1 tiles are in flight while one is computed. With D =
 //           128, bf16, 2 stages and 2 CTAs, an SM has 70 KB in flight; latency x bandwidth of an H200 needs about 30.
 // Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per token of page table (from cache), the queries and
@@ -355,6 +355,10 @@ DEVICE void prepare(Queries& queries, Row (&rows)[2], const AttentionParams& p, 
     }
 }
 
+// Whether a CTA has registers to look up its first frames while its share is compared, and for its share while it
+// attends. Kernels with queries as rows have none left.
+constexpr bool HAS_REGISTERS = KEYS_AS_ROWS;
+
 KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
     ThreadRole me;
     me.base = ptx::shared_base();
@@ -366,15 +370,18 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.part = me.team_thread / 32 / WARPS_M;
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
-    Partition<ROWS, STEP_TOKENS, THREADS> partition(p);
+    Partition<ROWS, STEP_TOKENS, THREADS, !HAS_REGISTERS> partition(p);
     const Unit& unit = partition.unit;
     // Items [item, next_of(item)) are attended to at once: with split_tokens one chunk, else all.
     const auto next_of = [&](i32 item, i32 end) { return p.split_tokens && item < end ? item + 1 : end; };
     Walk walk;
+    walk.steps = 0;
     const auto begin_early = [&] {
-        const i32 mine = partition.first_mine(), from = partition.from_key(mine);
-        const i32 to = partition.more() ? partition.to_key(next_of(mine, partition.end_mine())) : from;
-        begin<true>(walk, p, pages_of(p, unit.row, unit.head), from, to, me);
+        if constexpr (HAS_REGISTERS) {
+            const i32 mine = partition.first_mine(), from = partition.from_key(mine);
+            const i32 to = partition.more() ? partition.to_key(next_of(mine, partition.end_mine())) : from;
+            begin<true>(walk, p, pages_of(p, unit.row, unit.head), from, to, me);
+        }
     };
     static_assert(8 * WARPS_N * ROWS >= THREADS / 4, "the statistics of teams have room for a sum of each warp");
     const Recalled recalled = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index(),

@@ -86,7 +86,8 @@ struct Recalled {
     bool is_known;
 };
 
-template <int ROWS, int STEP_TOKENS, int THREADS> struct Partition {
+// LEAN: from unit to unit the share is read again from the record, so that no registers hold it while a CTA attends.
+template <int ROWS, int STEP_TOKENS, int THREADS, bool LEAN> struct Partition {
     const AttentionParams& p;
     i32 group;  // G
     i64 share;  // width of each CTA's share
@@ -129,15 +130,12 @@ template <int ROWS, int STEP_TOKENS, int THREADS> struct Partition {
         return {launch, now == kept};
     }
 
-    // Compute this CTA's share and keep it in its record. One warp calls this. It is no part of the kernel's own code,
-    // because most launches pass over it, and each line of instructions before the first key is a miss of the cache.
+    // Compute this CTA's share and keep it in its record. One warp calls this. The code is apart: most launches do not
+    // run it, and each line of instructions before the first key is a miss of the cache.
     NOINLINE void renew(const AttentionParams& params, Record* record, u64 fingerprint) {
         Partition mine(params);
         mine.compute();
-        if (ptx::thread_index() == 0) {
-            ptx::write(&record->fingerprint, fingerprint);
-            mine.write_record(record);
-        }
+        if (ptx::thread_index() == 0) mine.write_record(record, fingerprint);
     }
 
     // Compute this CTA's share from the lengths.
@@ -177,6 +175,7 @@ template <int ROWS, int STEP_TOKENS, int THREADS> struct Partition {
 
     DEVICE_MEMBER void advance() {
         is_first = false;
+        if constexpr (LEAN) read_share(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
         const i64 place = even ? end : end_place();  // of an even cut, a share has one unit
         if (unit.head + 1 < p.num_kv_heads) {
             ++unit.head;
@@ -252,11 +251,17 @@ private:
         return x ^ x >> 31;
     }
 
-    // Call move(mine, kept) for each number that a record holds.
-    template <class Move> DEVICE_MEMBER void for_record(Record* record, Move move) {
+    // Call move(mine, kept) for each number of the share, or for each number that a record holds.
+    template <class Move> DEVICE_MEMBER void for_share(Record* record, Move move) {
         move(share, &record->share);
         move(begin, &record->begin);
         move(end, &record->end);
+        move(even, &record->even);
+        move(first_owner, &record->first_owner);
+        move(last_owner, &record->last_owner);
+    }
+    template <class Move> DEVICE_MEMBER void for_record(Record* record, Move move) {
+        for_share(record, move);
         Unit* kept = &record->unit;
         move(unit.sequence, &kept->sequence);
         move(unit.tile, &kept->tile);
@@ -273,9 +278,9 @@ private:
         move(unit.num_items, &kept->num_items);
         move(unit.weight, &kept->weight);
         move(sequence.num_tiles, &record->num_tiles);
-        move(even, &record->even);
-        move(first_owner, &record->first_owner);
-        move(last_owner, &record->last_owner);
+    }
+    DEVICE_MEMBER void read_share(Record* record) {
+        for_share(record, [](auto& mine, auto* kept) { mine = ptx::read(kept); });
     }
     DEVICE_MEMBER void read_record(Record* record) {
         for_record(record, [](auto& mine, auto* kept) { mine = ptx::read(kept); });
@@ -285,7 +290,8 @@ private:
         sequence.right = unit.right;
         sequence.row = unit.row;
     }
-    DEVICE_MEMBER void write_record(Record* record) {
+    DEVICE_MEMBER void write_record(Record* record, u64 fingerprint) {
+        ptx::write(&record->fingerprint, fingerprint);
         for_record(record, [](auto& mine, auto* kept) { ptx::write(kept, mine); });
     }
 

@@ -75,8 +75,8 @@ constexpr int QUERIES_AHEAD = Elements::Q_TERMS == 1 ? 1 : 4;
 // Copies of a thread whose addresses are computed together. More of them spill registers on sm_120.
 constexpr int COPIES_AHEAD = KV_KIND == F32 ? 2 : 4;
 // The same for runs of 16 keys: the most that spill no register, found by compiling for every architecture.
-constexpr int F32_COPIES_AHEAD = CUDA_ARCH < 1200 ? 4 : WARPS_M == 1 ? 1 : 2, WIDE_COPIES_AHEAD = KV_BITS == 16 ? 4 : 2;
-constexpr int RUN_COPIES_AHEAD = KV_KIND == F32 ? F32_COPIES_AHEAD : D_PART > 128 ? WIDE_COPIES_AHEAD : 16;
+constexpr int WIDE_COPIES_AHEAD = KV_BITS == 16 ? 4 : 2;
+constexpr int RUN_COPIES_AHEAD = KV_KIND == F32 ? 4 : D_PART > 128 ? WIDE_COPIES_AHEAD : 16;
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 static_assert(D % (16 * WARPS_D) == 0 && DV % (16 * WARPS_D) == 0 && TILE % 16 == 0, "whole fragments");

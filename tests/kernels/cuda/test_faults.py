@@ -85,7 +85,9 @@ MISTAKES = {
         "ptx::pack<Elements::PV_HALF>(p[j][0], p[j][1]);",
     ),
     "columns of narrow values change places": Planted("keys_as_rows.cuh", "(v8, v9, 2 * i + x)", "(v8, v9, i + 2 * x)"),
-    "a lane masks other keys than it has": Planted("keys_as_rows.cuh", "(lane >> 2) + 8 * i", "2 * (lane >> 2) + i"),
+    "a lane masks other keys than it has": Planted(
+        "keys_as_rows.cuh", "16 * j + (lane >> 2) + 8 * i", "16 * j + 2 * (lane >> 2) + i"
+    ),
     "sums keep an old maximum": Planted("scores.cuh", "state.l[r] * shrink[r] + sum", "state.l[r] + sum"),
     "results keep an old maximum": Planted(
         "scores.cuh", "shrink[1] != 1.0f)) return;", "shrink[1] != 1.0f) || true) return;"

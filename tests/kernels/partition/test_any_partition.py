@@ -37,7 +37,7 @@ PROBE = """
 #include "ptx.cuh"
 
 KERNEL(64, 1) probe(const __grid_constant__ AttentionParams p) {
-    Partition<PROBE_ROWS, PROBE_STEP, 64> partition(p);
+    Partition<PROBE_ROWS, PROBE_STEP, 64, (PROBE_ROWS > 8)> partition(p);
     Record* record = reinterpret_cast<Record*>(p.kept) + ptx::block_index();
     const u64 launch = partition.recall(record, ptx::shared_base(), [] {}).launch;
     i64* to = static_cast<i64*>(p.out) + static_cast<i64>(ptx::block_index()) * p.tree_row;  // no tree: a free field
