@@ -118,8 +118,9 @@ def peers() -> Files:
 
 def flashinfer() -> Files:
     """Compile FlashInfer's modules, in the folder HOST, and yield them with its Python."""
-    pip("install", "--upgrade", f"--target={HOST}", *FLASHINFER, *OF_HOST)
-    (HOST / "modules").mkdir(exist_ok=True)
+    if not (HOST / "modules").exists():  # else what was compiled stays newer than its sources
+        pip("install", f"--target={HOST}", *FLASHINFER, *OF_HOST)
+        (HOST / "modules").mkdir()
     # The modules are linked against a driver, and nothing calls it here.
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o"]
     for name in ("libcuda.so", "libcuda.so.1"):
