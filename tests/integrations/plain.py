@@ -9,6 +9,10 @@ ABSURD = 2147480000
 """A page number that no pool has, for entries past the last page."""
 
 
+def close(out: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

@@ -22,7 +22,7 @@ from torch import Tensor
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import flash_attn, stand_in
 from pagedkv.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.integrations.plain import ABSURD, attention
+from tests.integrations.plain import ABSURD, attention, close
 
 H, K, D, S = 4, 2, 16, 8
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -45,10 +45,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Ten
         window=options.get("window_size", (-1, -1)), softcap=options.get("softcap", 0.0),
         slopes=options.get("alibi_slopes"),
     )  # fmt: skip
-
-
-def close(out: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
-    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
 
 
 class Pool:

@@ -22,7 +22,7 @@ from pagedkv.integrations.flashinfer import (
     get_seq_lens,
     merge_state,
 )
-from tests.integrations.plain import attention
+from tests.integrations.plain import attention, close
 
 H, K, D, S, F = 4, 2, 16, 8, 14
 LENGTHS = [19, 8, 40]
@@ -33,10 +33,6 @@ LAYOUTS = list(itertools.product(["NHD", "HND"], [True, False]))
 
 def int32(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int32)
-
-
-def close(out: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
-    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
 
 
 class Pool:
@@ -146,7 +142,7 @@ def test_scales_and_dtypes(dtype: torch.dtype) -> None:
     assert out.dtype == torch.float32
     for b in range(3):
         want, _ = attention(q[b : b + 1], pool.keys[b], pool.values[b], scale=1.5 * D**-0.5)
-        torch.testing.assert_close(out[b : b + 1].double(), 2.0 * want, atol=3e-2, rtol=3e-2)
+        close(out[b : b + 1], 2.0 * want, 3e-2)
 
 
 def test_requests_without_tokens_and_with_more_queries_than_tokens() -> None:
@@ -197,9 +193,7 @@ def test_tokens_that_were_appended_are_attended_to(layout: str, in_one: bool) ->
     q = torch.randn(3, H, D)
     out = wrapper.run(q, pool.cache)
     for b in range(3):
-        torch.testing.assert_close(
-            out[b : b + 1].double(), attention(q[b : b + 1], pool.keys[b], pool.values[b])[0], atol=2e-5, rtol=2e-5
-        )
+        close(out[b : b + 1], attention(q[b : b + 1], pool.keys[b], pool.values[b])[0])
     for request, position in ((0, 24), (3, 0), (0, -1)):
         with pytest.raises(InvalidRequest, match=f"token 0 has position {position} of request {request}, for which"):
             append_paged_kv_cache(

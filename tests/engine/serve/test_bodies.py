@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,55 +27,44 @@ def chat(content: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, **fields}]}
 
 
-def schema(**fields: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, **fields}}
+def parts(**fields: Any) -> dict[str, Any]:
+    return chat([{"type": "text", "text": "b"}, {"type": "text", "text": "", **fields}])
 
 
-Place = Callable[[dict[str, Any]], tuple[type[Body], dict[str, Any], str]]
-"""A function of some fields: a body with these fields inside of an object, and the path of that object."""
+def form(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    json_schema = {"schema": {"type": "object"}, **schema}
+    return {**chat("b"), "response_format": {"type": "json_schema", "json_schema": json_schema, **fields}}
+
+
+def stream(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return {**asked, "stream": True, "stream_options": {"include_usage": True, **options}}
+
+
+Place = tuple[type[Body], Callable[[dict[str, Any]], dict[str, Any]], str]
+"""A kind of body, a function of some fields: a body with these fields inside of an object, and that object's path."""
 
 PLACES: dict[tuple[type[Asked], str], Place] = {
-    (CompletionBody, "body"): lambda fields: (CompletionBody, {"prompt": "a", "n": 2, **fields}, ""),
-    (ChatBody, "body"): lambda fields: (ChatBody, {**chat("b"), "n": 2, **fields}, ""),
-    (bodies._Message, "message"): lambda fields: (ChatBody, chat("b", **fields), "messages.1."),
-    (bodies._TextPart, "part"): lambda fields: (
-        ChatBody,
-        chat([{"type": "text", "text": "b"}, {"type": "text", "text": "", **fields}]),
-        "messages.1.content.1.",
-    ),
-    (bodies._StreamOptions, "completion"): lambda fields: (
-        CompletionBody,
-        {"prompt": "a", "stream": True, "stream_options": {"include_usage": True, **fields}},
-        "stream_options.",
-    ),
-    (bodies._StreamOptions, "chat"): lambda fields: (
-        ChatBody,
-        {**chat("b"), "stream": True, "stream_options": {"include_usage": True, **fields}},
-        "stream_options.",
-    ),
-    (bodies._ResponseFormat, "form"): lambda fields: (
-        ChatBody,
-        {**chat("b"), "response_format": {**schema(), **fields}},
-        "response_format.",
-    ),
-    (bodies._JsonSchema, "schema"): lambda fields: (
-        ChatBody,
-        {**chat("b"), "response_format": schema(**fields)},
-        "response_format.json_schema.",
-    ),
+    (CompletionBody, "body"): (CompletionBody, lambda fields: {"prompt": "a", "n": 2, **fields}, ""),
+    (ChatBody, "body"): (ChatBody, lambda fields: {**chat("b"), "n": 2, **fields}, ""),
+    (bodies._Message, "message"): (ChatBody, lambda fields: chat("b", **fields), "messages.1."),
+    (bodies._TextPart, "part"): (ChatBody, lambda fields: parts(**fields), "messages.1.content.1."),
+    (bodies._StreamOptions, "completion"): (CompletionBody, partial(stream, {"prompt": "a"}), "stream_options."),
+    (bodies._StreamOptions, "chat"): (ChatBody, partial(stream, chat("b")), "stream_options."),
+    (bodies._ResponseFormat, "form"): (ChatBody, lambda fields: form({}, **fields), "response_format."),
+    (bodies._JsonSchema, "schema"): (ChatBody, form, "response_format.json_schema."),
 }
 
 
 def read_in(place: Place, fields: dict[str, Any]) -> Body:
-    kind, body, _ = place(fields)
-    return read(kind, json.dumps(body).encode())
+    kind, body, _ = place
+    return read(kind, json.dumps(body(fields)).encode())
 
 
 @pytest.mark.parametrize(("kind", "name"), PLACES)
 def test_null_empty_and_default_values_are_as_if_absent_at_every_depth(kind: type[Asked], name: str) -> None:
     place = PLACES[kind, name]
     plain = read_in(place, {})
-    given = set(json.dumps(place({})[1]).replace('"', " ").split())  # a field of the plain body asks for something
+    given = set(json.dumps(place[1]({})).replace('"', " ").split())  # a field of the plain body asks for something
     optional = {each for each, field in kind.model_fields.items() if not field.is_required()}
     for field in {*optional, *kind.nothing, "no_such_field"} - given:
         for value in (None, "", [], {}, {"a": None}, {"a": {"b": []}}, *kind.nothing.get(field, ())):
@@ -85,7 +75,7 @@ def test_null_empty_and_default_values_are_as_if_absent_at_every_depth(kind: typ
 def test_an_unknown_field_at_any_depth_is_refused_by_its_name(kind: type[Asked], name: str) -> None:
     place = PLACES[kind, name]
     for value in (0, 1, False, True, -0.5, "a", [None], [[]], {"a": False}, {"a": None, "b": 0}):
-        where = place({})[2] + "no_such_field"
+        where = place[2] + "no_such_field"
         with pytest.raises(BadBody, match="'no_such_field' is not supported") as refused:
             read_in(place, {"no_such_field": value})
         assert refused.value.param == where
@@ -98,7 +88,7 @@ def test_a_field_that_is_not_done_is_refused_unless_it_asks_for_nothing(kind: ty
         for value in (-7, "all", [0], {"a": 1}, 0.5):
             with pytest.raises(BadBody) as refused:
                 read_in(PLACES[kind, name], {field: value})
-            assert refused.value.param == PLACES[kind, name]({})[2] + field
+            assert refused.value.param == PLACES[kind, name][2] + field
 
 
 def test_false_is_no_zero_and_true_no_one() -> None:
@@ -110,14 +100,14 @@ def test_false_is_no_zero_and_true_no_one() -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-@pytest.mark.parametrize("stream", [{}, {"stream": None}, {"stream": False}])
-def test_options_of_a_stream_are_refused_without_one(kind: type[Body], stream: dict[str, Any]) -> None:
+@pytest.mark.parametrize("no_stream", [{}, {"stream": None}, {"stream": False}])
+def test_options_of_a_stream_are_refused_without_one(kind: type[Body], no_stream: dict[str, Any]) -> None:
     asked = {"prompt": "a"} if kind is CompletionBody else chat("b")
     with pytest.raises(BadBody, match="stream_options is given and stream is not true") as refused:
-        read(kind, json.dumps({**asked, **stream, "stream_options": {"include_usage": True}}).encode())
+        read(kind, json.dumps({**asked, **no_stream, "stream_options": {"include_usage": True}}).encode())
     assert refused.value.param == "stream_options"
     for options in (None, {}, {"include_usage": None}, {"include_usage": False}):
-        read(kind, json.dumps({**asked, **stream, "stream_options": options}).encode())
+        read(kind, json.dumps({**asked, **no_stream, "stream_options": options}).encode())
 
 
 DEFAULTS = {

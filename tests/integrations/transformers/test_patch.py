@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -263,17 +264,12 @@ def test_threads_generate_with_one_model_and_with_two_of_one_config(llama: Any, 
     second = patch(other, memory="16MiB")
     work = [(model, prompts(seed=seed)) for model in (llama, other) for seed in (1, 2)]
     expected = [model.generate(**inputs, **OPTIONS) for model, inputs in work]
-    found: list[Any] = [None] * len(work)
 
-    def run(number: int) -> None:
-        model, inputs = work[number]
-        found[number] = [model.generate(**inputs, **OPTIONS) for _ in range(2)]
+    def twice(model: Any, inputs: dict[str, Any]) -> list[Any]:
+        return [model.generate(**inputs, **OPTIONS) for _ in range(2)]
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(work)) as threads:
+        found = threads.map(twice, *zip(*work, strict=True))
     for tokens, answers in zip(expected, found, strict=True):
         assert all(answer.equal(tokens) for answer in answers)
     assert llama.config._attn_implementation == own
