@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pagedkv
+from pagedkv.cli import machine
 from pagedkv.engine.checkpoint import regular_files
 from pagedkv.errors import InvalidRequest
 
@@ -37,9 +38,8 @@ _NUMBERS: Final = {"family": "cpu family", "model": "model"}
 
 def provenance() -> dict[str, Any]:
     """Return machine, commit, versions, time and command: the same for all rows of one run."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "machine": f"{processor()}, {cpus} CPUs",
+        "machine": f"{processor()}, {machine.cores()} CPUs",
         "commit": commit(),
         "versions": {"python": platform.python_version()}
         | {name: found for name in VERSIONED if (found := version_of(name))},

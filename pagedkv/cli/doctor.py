@@ -56,7 +56,6 @@ def _facts() -> dict[str, str]:
     """Return the facts that a bug report should contain, by name."""
     installed = {each.name.lower(): each.version for each in distributions() if each.name}
     free, total = machine.memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "pagedkv": f"{pagedkv.__version__}, debug level {debug.level()}, kernels {debug.forced_backend() or 'auto'}",
         "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else "not compiled: the C++ kernels are not there",
@@ -64,7 +63,7 @@ def _facts() -> dict[str, str]:
         **{name: installed.get(name, "not installed") for name in _PACKAGES},
         "torch": torch.__version__,  # with the build, which the metadata of wheels on PyPI leave out
         "cpu": _cpu(),
-        "threads": f"{torch.get_num_threads()} of torch; {cores} of {os.cpu_count()} cores may be used",
+        "threads": f"{torch.get_num_threads()} of torch; {machine.cores()} of {os.cpu_count()} cores may be used",
         "compiled code": place().removeprefix("compiled functions are "),
         "memory": f"{size(free)} available of {size(total)}",
         "huge pages": _huge_pages(),

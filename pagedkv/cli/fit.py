@@ -8,7 +8,6 @@ a table         KV of a token, a frame and a context; what fits, and its speed  
 from __future__ import annotations
 
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -179,8 +178,7 @@ def _bandwidth() -> int | None:
     size = min(_READ_BYTES, machine.memory()[0] // 4)
     if size < _LEAST_BYTES:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parts = np.array_split(np.ones(size // 8, np.int64), cores)
+    parts = np.array_split(np.ones(size // 8, np.int64), machine.cores())
     seconds = []
     with ThreadPoolExecutor(len(parts)) as pool:
         for _ in range(3):

@@ -1,7 +1,8 @@
-"""The memory of this machine, and other files of Linux about it, for `doctor` and `fit`. No torch."""
+"""The memory of this machine, its cores, and files of Linux about it, for `doctor`, `fit` and benchmarks. No torch."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def fields(path: str) -> dict[str, str]:
     """Return the fields of a file of lines `name: value`."""
     lines = (line.partition(":") for line in _text(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> tuple[int, int]:
