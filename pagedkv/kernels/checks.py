@@ -60,6 +60,8 @@ _FLOATS: Final = "float32 bfloat16 float16 float64"
 _STORED: Final = f"{_FLOATS} float8_e4m3fn float8_e5m2"
 _RESULT: Final = "float32 bfloat16 float16"
 _POOL: Final = f"{_RESULT} float8_e4m3fn float8_e5m2 int8 uint8"
+_OF_TREE: Final = ": may t see the j-th new token of its sequence?"
+_OF_PAIR: Final = ": k and v have the same rows and dtype"
 _TABLES: Final = (
     _Rule("seq_lens", "int32", "B", "batch.seq_lens", has_rows=True),
     _Rule("rows", "int32", "B", "batch.rows", is_optional=True),
@@ -73,13 +75,7 @@ ATTENTION: Final = (
     _Rule("sinks", "float32", "H", is_optional=True),
     _Rule("alibi_slopes", "float32", "H", is_optional=True),
     _Rule("causal_of", "bool", ">=B", "causal", is_optional=True, about=": which sequences are causal?"),
-    _Rule(
-        "tree_mask",
-        "bool",
-        "T >=max_seqlen_q",
-        is_optional=True,
-        about=": may t see the j-th new token of its sequence?",
-    ),
+    _Rule("tree_mask", "bool", "T >=max_seqlen_q", is_optional=True, about=_OF_TREE),
     _Rule("out", "", "T H Dv", is_optional=True, has_rows=True, is_written=True),
     _Rule("lse", "float32", "T H"),
 )
@@ -96,15 +92,7 @@ LAYER: Final = (
 GATHERED, GATHERED_PADDED = (
     (
         _Rule("k_out", _RESULT, f"{rows} K D", "out's k", has_rows=True, is_written=True),
-        _Rule(
-            "v_out",
-            "",
-            f"{rows} K Dv",
-            "out's v",
-            has_rows=True,
-            is_written=True,
-            about=": k and v have the same rows and dtype",
-        ),
+        _Rule("v_out", "", f"{rows} K Dv", "out's v", has_rows=True, is_written=True, about=_OF_PAIR),
     )
     for rows in ("N", "B L")
 )
