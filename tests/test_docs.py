@@ -148,9 +148,6 @@ def test_figures_stand_alone_and_can_be_read_in_the_dark(figure):
     assert not re.findall(r"(?:href|src)\s*=\s*[\"']?http|@import|url\(\s*http", text)
 
 
-# --- the built site ---
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """The manual, built strictly: every warning is an error."""

@@ -169,10 +169,7 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
         tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
         "cannot be read as a tokenizer",
     ),
-    "tokenizer makes its library panic at a text": (
-        tokenizer(post_processor=NO_SUCH_TOKEN),
-        "cannot encode the text",
-    ),
+    "tokenizer makes its library panic at a text": (tokenizer(post_processor=NO_SUCH_TOKEN), "cannot encode the text"),
     "tokenizer has other ids": (
         tokenizer(model={**UNK, "vocab": {"?": 10**6}}, added_tokens=[]),
         "outside the vocabulary of 660 tokens",

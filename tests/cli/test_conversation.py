@@ -158,9 +158,6 @@ def test_a_checkpoint_without_a_template_is_refused_before_the_first_prompt(talk
     assert "has no chat template" in err
 
 
-# --- at a terminal ---
-
-
 class Terminal:
     """A process at a pty: text is expected and typed."""
 

@@ -214,8 +214,6 @@ def test_a_short_key_of_a_tier_is_refused(refused, tmp_path, monkeypatch):
     assert "PAGEDKV_TIER_KEY has 5 bytes; set it to 16 to 64" in refused("generate", "--tier", f"disk:64MiB:{tmp_path}")
 
 
-# --- lines of a .jsonl ---
-
 LINES = {
     "{": "is not JSON",
     "[" * 100_000: "is not JSON",

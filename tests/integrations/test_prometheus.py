@@ -81,8 +81,6 @@ def test_tenants_with_quotas_are_shown_by_name() -> None:
     assert shown['pagedkv_tenant_evictions_total{pool="gpu0",tenant="ff01"}'] == 0
 
 
-# -- an engine ---------------------------------------------------------------------------------------------------------
-
 PAGE = "Mira keeps a red lamp in the cellar. Otto lives in Ghent and works as a baker."
 
 

@@ -14,12 +14,7 @@ from pagedkv.core import MemoryManager
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.engine import Engine, Limits, SamplingParams
 from pagedkv.engine.checkpoint import BUNDLED
-from pagedkv.engine.checkpoint.fit import (
-    GROUP,
-    WEIGHT_BITS,
-    Footprint,
-    footprint_of_config,
-)
+from pagedkv.engine.checkpoint.fit import GROUP, WEIGHT_BITS, Footprint, footprint_of_config
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.engine.model.decoder import Decoder
 from pagedkv.errors import InvalidRequest

@@ -122,10 +122,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit(lambda t: t.update({K_PROJ: torch.zeros(47, 64)})),
         rf"{K_PROJ} is \[47, 64\] and config.json asks for \[48, 64\]",
     ),
-    "integers": (
-        edit(lambda t: t.update({K_PROJ: torch.zeros(48, 64, dtype=torch.int8)})),
-        "I8; give a float32",
-    ),
+    "integers": (edit(lambda t: t.update({K_PROJ: torch.zeros(48, 64, dtype=torch.int8)})), "I8; give a float32"),
     "bad index": (shard(["a"]), "has no weight_map"),
     "lost shard": (
         shard({"a": "model-00001-of-00002.safetensors"}),
@@ -224,8 +221,6 @@ def test_a_model_that_was_saved_without_its_head_loads(checkpoint: Any, tmp_path
     with pytest.raises(CheckpointError, match="mlp.extra"):
         Decoder.load(tmp_path)
 
-
-# -- integers ----------------------------------------------------------------------------------------------------------
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 

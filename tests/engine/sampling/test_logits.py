@@ -178,9 +178,6 @@ def test_a_processor_may_compute_in_another_dtype() -> None:
     assert (z.dtype, z.tolist()) == (torch.float32, [1.0] * V)
 
 
-# -- in the engine -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("drafter", [None, PromptLookup()], ids=["plain", "drafts"])
 def test_an_exit_of_a_processor_ends_its_request_only(drafter: PromptLookup | None, checkpoint: Checkpoints) -> None:
     """The bias makes a text that prompt lookup guesses: the function is asked for the draft, then for the token."""

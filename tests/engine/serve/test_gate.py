@@ -142,8 +142,6 @@ def test_a_body_that_does_not_arrive_gives_its_place_back(monkeypatch: pytest.Mo
     assert Asked(rules()).status == 408
 
 
-# --- over a socket ---
-
 GETS = ["/health", "/metrics", "/v1/models", "/v1/models/bundled"]
 POSTS = ["/v1/completions", "/v1/chat/completions"]
 BODY = b'{"prompt": "a", "max_tokens": 1}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,17 @@ from tests.engine.serve.server import ANSWER, ASKED, LONG, RUNNING, Server
 STEPS = 'pagedkv_steps_total{pool="default"}'
 DEEP = b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-USER = [{"role": "user", "content": "a"}]
 
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "a", **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}], **fields}
+
+
+LONG_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 2**16}}}
 REFUSED = {
     "no JSON": (TEXT, b"{", "the body is not JSON", None),
     "no UTF-8": (TEXT, b'{"prompt": "\xff"}', "the body is not JSON", None),
@@ -22,62 +32,54 @@ REFUSED = {
     "no object": (TEXT, b"[1]", "the body is JSON, but no object", None),
     "deep": (TEXT, DEEP, "the body is not JSON: recursion limit exceeded", None),
     "no prompt": (TEXT, {}, "prompt is missing; give a text, a list of texts", "prompt"),
-    "prompt of a wrong type": (TEXT, {"prompt": {"a": 1}}, "prompt must be a text, a list of texts", "prompt"),
-    "mixed list": (TEXT, {"prompt": ["a", 1]}, "prompt must be a text", "prompt"),
-    "strange id": (TEXT, {"prompt": [70_000]}, "token id 70000 is outside the vocabulary of 660 tokens", None),
+    "prompt of a wrong type": (TEXT, text(prompt={"a": 1}), "prompt must be a text, a list of texts", "prompt"),
+    "mixed list": (TEXT, text(prompt=["a", 1]), "prompt must be a text", "prompt"),
+    "strange id": (TEXT, text(prompt=[70_000]), "token id 70000 is outside the vocabulary of 660 tokens", None),
     "huge id": (TEXT, b'{"prompt": [' + b"9" * 3000 + b"]}", "prompt must be", "prompt"),
-    "max_tokens as text": (
-        TEXT,
-        {"prompt": "a", "max_tokens": "9"},
-        "max_tokens is '9'; it must be an integer",
-        "max_tokens",
-    ),
+    "max_tokens as text": (TEXT, text(max_tokens="9"), "max_tokens is '9'; it must be an integer", "max_tokens"),
     "no completion tokens": (
         CHAT,
-        {"messages": USER, "max_completion_tokens": 0},
+        chat(max_completion_tokens=0),
         "max_completion_tokens is 0; it must be at least 1",
         "max_completion_tokens",
     ),
-    "too many tokens": (TEXT, {"prompt": "a", "max_tokens": 10**9}, "raise num_frames or memory, or lower max", None),
-    "NaN": (TEXT, b'{"prompt": "a", "temperature": NaN}', "temperature is nan; it must be", "temperature"),
-    "true as a number": (TEXT, {"prompt": "a", "n": True}, "n is True; it must be an integer", "n"),
-    "n": (TEXT, {"prompt": "a", "n": 129}, "n is 129; it must be at most 128", "n"),
-    "outputs": (TEXT, {"prompt": ["a", "b", "c"], "n": 128}, "the body asks for 384 outputs, this server", None),
-    "long key": (TEXT, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "it must be", "logit_bias"),
-    "many stops": (TEXT, {"prompt": "a", "stop": ["b"] * 17}, "stop must be a text of at most 256", "stop"),
-    "empty stop": (TEXT, {"prompt": "a", "stop": ["b", ""]}, "stop is ('b', ''); it must be one or more", "stop"),
+    "too many tokens": (TEXT, text(max_tokens=10**9), "raise num_frames or memory, or lower max", None),
+    "NaN": (TEXT, text(temperature=float("nan")), "temperature is nan; it must be", "temperature"),
+    "true as a number": (TEXT, text(n=True), "n is True; it must be an integer", "n"),
+    "n": (TEXT, text(n=129), "n is 129; it must be at most 128", "n"),
+    "outputs": (TEXT, text(prompt=["a", "b", "c"], n=128), "the body asks for 384 outputs, this server", None),
+    "long key": (TEXT, text(logit_bias={"9" * 5000: 1}), "it must be", "logit_bias"),
+    "many stops": (TEXT, text(stop=["b"] * 17), "stop must be a text of at most 256", "stop"),
+    "empty stop": (TEXT, text(stop=["b", ""]), "stop is ('b', ''); it must be one or more", "stop"),
     "log-probs": (
         CHAT,
-        {"messages": USER, "logprobs": True, "top_logprobs": 20, "n": 128, "max_tokens": 2000},
+        chat(logprobs=True, top_logprobs=20, n=128, max_tokens=2000),
         "the body asks for up to 5,376,000 log-probabilities, the limit is 4,194,304; lower max_tokens",
         None,
     ),
-    "bias": (TEXT, {"prompt": "a", "logit_bias": {"b": 1}}, "logit_bias is {'b': 1.0}; it must be", "logit_bias"),
-    "tools": (CHAT, {"messages": USER, "tools": [{}]}, "'tools' is not supported", "tools"),
+    "bias": (TEXT, text(logit_bias={"b": 1}), "logit_bias is {'b': 1.0}; it must be", "logit_bias"),
+    "tools": (CHAT, chat(tools=[{}]), "'tools' is not supported", "tools"),
     "no messages": (CHAT, {"messages": []}, "messages is []; it must have at least 1 item", "messages"),
     "no role": (CHAT, {"messages": [{"content": "a"}]}, "messages.0.role is missing; give it", "messages.0.role"),
     "taken variable": (
         CHAT,
-        {"messages": USER, "chat_template_kwargs": {"messages": ["a"]}},
+        chat(chat_template_kwargs={"messages": ["a"]}),
         "chat_template_kwargs has messages, a name that is taken",
         "chat_template_kwargs",
     ),
     "schema without one": (
         CHAT,
-        {"messages": USER, "response_format": {"type": "json_schema"}},
+        chat(response_format={"type": "json_schema"}),
         "response_format has the type json_schema and no json_schema",
         "response_format",
     ),
     "long schema": (
         CHAT,
-        {
-            "messages": USER,
-            "response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 2**16}}},
-        },
+        chat(response_format=LONG_SCHEMA),
         "the schema has 65,548 bytes, the limit is 65,536",
         "response_format.json_schema.schema",
     ),
-    "alternatives alone": (CHAT, {"messages": USER, "top_logprobs": 1}, "logprobs is not true", "top_logprobs"),
+    "alternatives alone": (CHAT, chat(top_logprobs=1), "logprobs is not true", "top_logprobs"),
 }
 
 

@@ -6,9 +6,9 @@ import asyncio
 import json
 import signal
 import socket
-import threading
 import time
-from types import SimpleNamespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,21 +24,15 @@ def ended(stream: socket.socket) -> str:
     return data.decode()
 
 
-def read_all(streams: list[socket.socket]) -> tuple[list[str], list[threading.Thread]]:
+def read_all(streams: list[socket.socket]) -> Iterator[str]:
     """Begin to read all streams to their ends."""
-    texts = [""] * len(streams)
-    readers = [
-        threading.Thread(target=lambda n=n: texts.__setitem__(n, ended(streams[n]))) for n in range(len(streams))
-    ]
-    for reader in readers:
-        reader.start()
-    return texts, readers
+    return ThreadPoolExecutor(len(streams)).map(ended, streams)
 
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(extra: None) -> None:
     with serving() as server, server.begun(LONG) as longest:
         streams = [server.begun({**LONG, "max_tokens": 100}) for _ in range(2)]
-        texts, readers = read_all(streams)
+        texts = read_all(streams)
         server.process.send_signal(signal.SIGTERM)
         while (health := server.ask("/health")).status == 200:
             time.sleep(0.002)
@@ -47,11 +41,9 @@ def test_sigterm_lets_running_requests_end_and_refuses_new_ones(extra: None) -> 
         assert (refused.status, refused.error["type"]) == (503, "server_error")
         assert int(refused.headers["Retry-After"]) >= 1
         longest.close()
-        for reader in readers:
-            reader.join()
+        assert all('"finish_reason":"length"' in text and "data: [DONE]" in text for text in texts)
         _, said = server.process.communicate(timeout=300)
         assert (server.process.returncode, said) == (0, "")
-        assert all('"finish_reason":"length"' in text and "data: [DONE]" in text for text in texts)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
@@ -62,9 +54,7 @@ def test_a_drain_has_an_end_that_its_requests_are_told(extra: None) -> None:
         whole = server.begun({**LONG, "stream": False})
         server.wait_until(RUNNING, 2)
         server.process.send_signal(signal.SIGTERM)
-        texts, readers = read_all([stream, whole])
-        for reader in readers:
-            reader.join()
+        texts = list(read_all([stream, whole]))
         why = "the server ended 1 s after it was told to"
         assert "[DONE]" not in texts[0]
         assert why in [line for line in texts[0].splitlines() if line.startswith("data: ")][-1]
@@ -107,9 +97,8 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
     monkeypatch.setattr(engine, "forward", failing)
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    told = SimpleNamespace(answer=b"")
 
-    def ask() -> None:
+    def ask() -> str:
         data = json.dumps({"prompt": ASKED}).encode()
         head = "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
@@ -117,15 +106,12 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
             try:
                 with socket.create_connection(sock.getsockname(), timeout=300) as client:
                     client.sendall(head.encode() + data)
-                    told.answer = ended(client)
-                    return
+                    return ended(client)
             except ConnectionRefusedError:
                 time.sleep(0.02)
 
-    asker = threading.Thread(target=ask)
-    asker.start()
+    asked = ThreadPoolExecutor(1).submit(ask)
     assert asyncio.run(process.serve(sock, engine, process.Listening(drain_s=5))) == 1
-    asker.join()
-    assert "503" in told.answer
-    assert "failed 3 times in a row: RuntimeError: out of luck; restart it" in told.answer
+    assert "503" in asked.result()
+    assert "failed 3 times in a row: RuntimeError: out of luck; restart it" in asked.result()
     assert "pagedkv: error: the engine failed 3 times in a row" in capsys.readouterr().err
