@@ -73,7 +73,7 @@ constexpr int KEYS_AHEAD = KEEP_QUERIES ? D_PART / 16 : KV_KIND == F32 ? 1 : 2;
 // Steps of a thread that loads queries together. Asynchronous copies wait for nothing, so one is enough.
 constexpr int QUERIES_AHEAD = Elements::Q_TERMS == 1 ? 1 : 4;
 // Copies of a thread whose addresses are computed together. More of them spill registers on sm_120.
-constexpr int COPIES_AHEAD = KV_KIND == F32 ? 2 : 4;
+constexpr int COPIES_AHEAD = KV_KIND == F32 ? 1 : 4;
 // The same for runs of 16 keys: the most that spill no register, found by compiling for every architecture.
 constexpr int WIDE_COPIES_AHEAD = KV_BITS == 16 ? 4 : 2;
 constexpr int RUN_COPIES_AHEAD = KV_KIND == F32 ? 4 : D_PART > 128 ? WIDE_COPIES_AHEAD : 16;
