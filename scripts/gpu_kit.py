@@ -43,7 +43,7 @@ pydantic-extra-types==2.11.1 pydantic==2.14.4 python-multipart==0.0.34 pyzmq==27
 starlette==1.10.0 truststore==0.10.5 typing-inspection xgrammar==0.2.8""".split()
 """The packages that vLLM imports and a Python with torch, transformers and a usual set of tools lacks."""
 
-OF_HOST: Final = ("ninja", "click", "tabulate", "tqdm", "nvidia-ml-py", "einops", "packaging", "requests")
+OF_HOST: Final = "ninja click tabulate tqdm nvidia-ml-py einops packaging requests nvidia-cuda-runtime==13.0.*".split()
 PLATFORMS: Final = (*(f"manylinux_2_{n}_x86_64" for n in range(5, 40)), *(f"manylinux{n}_x86_64" for n in (1, 2014)))
 COMPILE: Final = """
 import pathlib, shutil, sys, torch
@@ -121,6 +121,7 @@ def flashinfer() -> Files:
     if not (HOST / "modules").exists():  # else what was compiled stays newer than its sources
         pip("install", f"--target={HOST}", *FLASHINFER, *OF_HOST)
         (HOST / "modules").mkdir()
+    shutil.copy(next(HOST.glob("nvidia/*/lib/libcudart.so.13")), HOST / "libcudart.so")  # a small CUDA has none
     # The modules are linked against a driver, and nothing calls it here.
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o"]
     for name in ("libcuda.so", "libcuda.so.1"):
