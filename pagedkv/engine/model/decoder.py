@@ -151,6 +151,7 @@ class Decoder:
         there = memory.angles if memory else {}
         angles = {rope: rotary.angles(positions, self.dtype, there.get(rope)) for rope, rotary in self._rotary.items()}
         ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
+        norm_rotate = linear.choose(self.device, self.dtype, 1, backend).norm_rotate  # in C++ for any number of tokens
         x = self._embedded(token_ids, memory and memory.x)
         calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
@@ -160,7 +161,7 @@ class Decoder:
             before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
             if i == 0 or qkv is not before:
                 q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
-            ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
+            norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
             call.store(k, v, batches[i])
             before, attended = attended, call.attend(q, batches[i], out=attended)
             if i == 0 or attended is not before:

@@ -48,13 +48,13 @@ def choose(device: torch.device, dtype: torch.dtype, num_tokens: int, backend: s
     if backend in (registry.AUTO, "cpu"):
         if not cpu.objections(device, dtype, num_tokens):
             return cpu.Native()
-        if cpu.widens(device, dtype, num_tokens):
+        if device.type == "cpu" and num_tokens > cpu.most_tokens(dtype) and cpu.is_slow_in_torch(dtype):
             return cpu.Widened()
     return Operations()
 
 
 def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """Return x W^T + bias, as torch.nn.functional.linear. Up to 32 rows of x read W at the speed of memory on a CPU.
+    """Return x W^T + bias, as torch.nn.functional.linear. C++ computes a few rows of x on a CPU.
 
     torch computes more rows, those of 16 bits in float32 if that is faster. It also computes what the C++ operation
     does not serve: other devices, float64, gradients, autocast, torch.func, subclasses of Tensor. A graph of
@@ -146,7 +146,7 @@ def _operations(device: torch.device, dtype: torch.dtype, num_rows: int, backend
     state = _state()
     if state is None:
         return choose(device, dtype, num_rows, backend)
-    key = (device, dtype, num_rows > cpu.MOST_TOKENS, cpu.MOST_TOKENS, backend, state)
+    key = (device, dtype, num_rows > cpu.most_tokens(dtype), backend, state)
     found = _CHOSEN.get(key)
     if found is None:
         if len(_CHOSEN) >= _MOST_CHOSEN:

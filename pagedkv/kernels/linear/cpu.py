@@ -19,8 +19,8 @@ from pagedkv.kernels.threads import num_threads
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_TOKENS: Final = 32
-"""Beyond it torch's matrix products are faster: arithmetic is the limit, no longer memory."""
+_BLOCK: Final = 2048
+"""Tokens whose results stay in the caches from one operation of torch to the next."""
 
 _MODES: Final = {"store": 0, "logits": 0, "add": 1, "silu": 2, "gelu_tanh": 3}
 """Linear::Mode of csrc/cpu/call.hpp."""
@@ -33,17 +33,15 @@ def objections(device: torch.device, dtype: torch.dtype, num_tokens: int) -> lis
         reasons.append(f"it runs on cpu, the tensors are on {device.type}")
     if quant.NAMES.get(dtype) not in quant.FLOATS:
         reasons.append(f"the weights are {dtype}; it takes {', '.join(quant.FLOATS)}")
-    if num_tokens > MOST_TOKENS:
-        reasons.append(f"the step has {num_tokens} tokens; it serves at most {MOST_TOKENS}")
+    if num_tokens > (most := most_tokens(dtype)):
+        reasons.append(f"the step has {num_tokens} tokens; it serves at most {most}")
     return reasons
 
 
-def widens(device: torch.device, dtype: torch.dtype, num_tokens: int) -> bool:
-    """Return whether `Widened` serves a step: torch has no fast product of `dtype` on this processor.
-
-    Never if MOST_TOKENS is 0, by which the benchmarks ask for torch's products.
-    """
-    return device.type == "cpu" and 0 < MOST_TOKENS < num_tokens and is_slow_in_torch(dtype)
+def most_tokens(dtype: torch.dtype) -> int:
+    """Return beyond how many tokens torch's matrix products are faster: arithmetic is the limit, not memory."""
+    is_without_avx512 = is_slow_in_torch(torch.bfloat16)
+    return 64 if is_without_avx512 and is_slow_in_torch(dtype) else 32
 
 
 @cache
@@ -89,14 +87,25 @@ class Native(Operations):
 
 
 class Widened(Operations):
-    """The definition with products in float32, a part of the rows of the weights at a time. Sums round once."""
+    """The definition with products in float32, of a block of tokens and a piece of the weights. Sums round once."""
+
+    def _linear(self, mode: str, x: Tensor, *rest: Any) -> Tensor:
+        norm, weights, bias, eps, out = rest
+        dense = weights.dense(x.dtype) if isinstance(weights, Matrix) else weights
+        results = [
+            Operations._linear(self, mode, x[at], norm, dense, bias, eps, None if out is None else out[at])
+            for at in (slice(i, i + _BLOCK) for i in range(0, max(1, len(x)), _BLOCK))
+        ]
+        return out if mode == "add" else results[0] if len(results) == 1 else torch.cat(results)
 
     def _product(self, x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
         N, K = weights.shape
         if weights.dtype != x.dtype or not (bias is None or (bias.dtype == x.dtype and bias.shape == (N,))):
             return super()._product(x, weights, bias)  # its product raises, with the reason
         wide, result = x.float(), x.new_empty(len(x), N)
-        rows = max(1, torch.get_num_threads() * PIECE // max(1, K))
+        # Many tokens take long to read again for each piece. torch is slow for rows of no multiple of 128.
+        elements = torch.get_num_threads() * PIECE * min(4, max(1, len(x) // 256))
+        rows = max(128, elements // max(1, K) // 128 * 128)
         for first in range(0, N, rows):
             part = slice(first, first + rows)
             result[:, part] = F.linear(wide, weights[part].float(), None if bias is None else bias[part].float())

@@ -11,6 +11,8 @@ import transformers
 from pagedkv.cache.paged import PagedKVCache
 from pagedkv.engine.model.decoder import Decoder
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cpu
+from pagedkv.kernels.linear import Operations
 from tests.engine.conftest import CHECKPOINTS, Paging, first_logits, prompt_of
 
 if TYPE_CHECKING:
@@ -119,6 +121,13 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoint: Any, name
     ours = first_logits(Decoder.load(saved.folder, dtype="bfloat16"))
     assert ours.dtype == torch.float32
     assert (ours - exact).square().mean().sqrt() <= 1.1 * (theirs - exact).square().mean().sqrt()
+
+
+@pytest.mark.skipif(bool(cpu.missing()), reason="the C++ extension is not built")
+def test_heads_of_a_prompt_are_rotated_in_cpp(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = checkpoint("llama").decoder()
+    monkeypatch.delattr(Operations, "norm_rotate")  # the definition, which would serve a long prompt
+    assert first_logits(decoder).shape[0] > 128
 
 
 def test_an_unknown_dtype_is_refused(checkpoint: Any) -> None:

@@ -288,9 +288,10 @@ def test_the_choice_follows_device_dtype_tokens_and_the_named_kernel(monkeypatch
     def is_cpp(*given: Any) -> bool:
         return isinstance(linear.choose(*given), cpu.Native)
 
-    assert is_cpp(CPU, torch.bfloat16, cpu.MOST_TOKENS)
+    most = cpu.most_tokens(torch.bfloat16)
+    assert is_cpp(CPU, torch.bfloat16, most)
     assert is_cpp(CPU, torch.bfloat16, 1, "cpu")
-    assert not is_cpp(CPU, torch.bfloat16, cpu.MOST_TOKENS + 1)
+    assert not is_cpp(CPU, torch.bfloat16, most + 1)
     assert not is_cpp(CPU, torch.float64, 1)
     assert not is_cpp(torch.device("meta"), torch.bfloat16, 1)
     assert not is_cpp(CPU, torch.bfloat16, 1, "numba")
@@ -325,11 +326,43 @@ def test_widened_products_are_nearer_than_torchs_of_16_bits(dtype: torch.dtype, 
 def test_weights_are_widened_where_torch_is_slow(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
     monkeypatch.setattr(cpu, "is_slow_in_torch", lambda dtype: not is_fast and dtype == torch.bfloat16)
-    many, expected = cpu.MOST_TOKENS + 1, Operations if is_fast else cpu.Widened
+    assert [cpu.most_tokens(dtype) for dtype in DTYPES] == [32, 32 if is_fast else 64, 32]
+    many, expected = cpu.most_tokens(torch.bfloat16) + 1, Operations if is_fast else cpu.Widened
     assert type(linear.choose(CPU, torch.bfloat16, many)) is expected
     assert type(linear.choose(CPU, torch.bfloat16, many, "cpu")) is expected
     for args in ((CPU, torch.float32, many), (CPU, torch.bfloat16, many, "reference"), ("meta", torch.bfloat16, many)):
         assert type(linear.choose(torch.device(args[0]), *args[1:])) is Operations  # type: ignore[arg-type]
+
+
+def test_widened_products_take_blocks_of_tokens_and_pieces_of_whole_128_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a long prompt leaves the caches, and oneDNN is slow for other numbers of rows."""
+    seen: list[tuple[int, int]] = []
+    product = torch.nn.functional.linear
+
+    def spy(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append((len(x), len(weights)))
+        return product(x, weights, bias)
+
+    monkeypatch.setattr(cpu, "_BLOCK", 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    x, weights, norm = (numbers(*size, dtype=torch.bfloat16) for size in ((40, 1500), (300, 1500), (1500,)))
+    residual, made = numbers(40, 300, dtype=torch.bfloat16, seed=1), torch.zeros(40, 300).bfloat16()
+    widened: Any = cpu.Widened()
+    for run, args in (
+        ("norm_linear", (x, norm, weights, None, EPS)), ("norm_linear", (x, norm, weights, None, EPS, made)),
+        ("norm_gate_up", (x, norm, weights, None, EPS, "silu")), ("logits", (x, norm, weights, EPS)),
+    ):  # fmt: skip
+        wanted = getattr(reference, run)(*wide(args))
+        seen.clear()
+        found = getattr(widened, run)(*args)
+        assert seen == [(16, 128), (16, 128), (16, 44)] * 2 + [(8, 128), (8, 128), (8, 44)]
+        assert error(found, wanted) < 0.01
+    wanted = added(reference)(*wide((residual, x, weights, None, None, EPS)))
+    assert error(added(widened)(residual, x, weights, None, None, EPS), wanted) < 0.01
+    whole = Matrix.quantised(weights[:, :1472].float(), "int8")
+    found = widened.norm_linear(x[:, :1472], None, whole, None, EPS)
+    assert torch.equal(found, widened.norm_linear(x[:, :1472], None, whole.dense(x.dtype), None, EPS))
 
 
 def test_results_may_lie_on_their_input() -> None:
