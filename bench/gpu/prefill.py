@@ -3,7 +3,8 @@
 Chunks of new tokens at the end of one sequence, causal, bfloat16, 32/8 heads of 128, pages of 16 in random order.
 
     ours      each backend of the registry, over pages
-    fa3       FlashAttention 3 over the same pages (peers.py)
+    fa3       FlashAttention 3 over the same pages (peers.py). Where its library is there, `library` calls it, too
+    library by cuDNN   the backend "library" as in a process without FlashAttention 3
     sdpa      torch's flash attention and cuDNN's, over contiguous keys: what a library reaches without pages
     gather    the pages made contiguous: the cost of calling such a library
     matmul    8192 x 8192 x 8192 in bfloat16: the ceiling
@@ -15,17 +16,20 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagedkv import gather_kv
 from pagedkv.bench.attention.cells import Cell
-from pagedkv.bench.gpu.attention import BASE, Makers, measure, promises
+from pagedkv.bench.gpu.attention import BASE, Makers, measure, ours, promises
 from pagedkv.bench.gpu.peers import fa3
 from pagedkv.bench.gpu.pool import GpuPool
 from pagedkv.bench.gpu.timing import Rows, Step, keep, options_of, provenance, require_gpu, served
+from pagedkv.kernels.library import backend as library
 
 SHAPES: Final = ((2048, 2048), (8192, 8192), (2048, 32768), (32768, 32768))
 """(new tokens, keys)."""
@@ -78,8 +82,19 @@ def matmul(pool: GpuPool) -> list[Step]:
     return [lambda: a @ b] * 4
 
 
+def by_cudnn(pool: GpuPool) -> list[Step]:
+    """Return the steps of "library" in a process that has no FlashAttention 3. A graph keeps what they launch."""
+
+    def hidden(step: Step) -> None:
+        with patch.object(library, "_flash_attention_3", lambda: None):
+            step()
+
+    return [partial(hidden, step) for step in ours("library", pool)]
+
+
 OTHERS: Final[Makers] = {
     "fa3": fa3,
+    "library by cuDNN": by_cudnn,
     "sdpa flash": lambda pool: sdpa(pool, SDPBackend.FLASH_ATTENTION),
     "sdpa cudnn": lambda pool: sdpa(pool, SDPBackend.CUDNN_ATTENTION),
     "gather": gather,

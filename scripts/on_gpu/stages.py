@@ -58,7 +58,7 @@ def _pytest(name: str, seconds: float, *files: str, apart: bool = False) -> Stag
 
 
 _WIDE: Final = (("COLUMNS", "400"),)  # else pytest cuts off the reasons
-CUDA, TRITON = ("gpu", "cupy"), ("gpu", "triton")
+CUDA, TRITON, IN_VLLM = ("gpu", "cupy"), ("gpu", "triton"), ("gpu", "pytest", "vllm")
 ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
 USERS = "tests/on_gpu"
 VLLM = "tests/integrations/vllm/host/test_on_gpu.py"
@@ -94,7 +94,7 @@ CALLS: Final = {
     ),
     "call3": (
         _LOOK,
-        _vllm("tokens", 115, *_pytest("", 0, VLLM).arguments, "-k", "llama and not pool"),
+        _vllm("tokens", 115, *_pytest("", 0, VLLM).arguments, "-k", "llama and not pool")._replace(needs=IN_VLLM),
         _vllm("vllm-custom", 50, *_bench("vllm_step", "--backend", "CUSTOM")),
         _vllm("vllm-flash", 50, *_bench("vllm_step", "--backend", "FLASH_ATTN")),
         _vllm("vllm-triton", 50, *_bench("vllm_step", "--backend", "TRITON_ATTN")),

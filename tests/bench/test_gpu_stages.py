@@ -72,6 +72,15 @@ def test_race_finds_a_bit_that_moves_and_an_error_and_names_a_refusal(
     assert all(row["error"] > 1 for row in rows if row["backend"] == "shifts")
 
 
+def test_prefill_measures_the_library_without_flash_attention_3_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(prefill.library, "_flash_attention_3", lambda: "loaded")
+    monkeypatch.setattr(prefill, "ours", lambda *_: [lambda: found.append(prefill.library._flash_attention_3())])
+    (step,) = prefill.OTHERS["library by cuDNN"](pool.GpuPool(TINY, "cpu"))
+    step()
+    assert [*found, prefill.library._flash_attention_3()] == [None, "loaded"]
+
+
 def test_each_measurement_runs_and_names_what_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

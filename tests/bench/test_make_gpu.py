@@ -82,6 +82,7 @@ def test_stages_fit_into_a_call_and_name_modules_files_and_options_that_exist() 
     for each in every:
         assert each.arguments[0] == "-m"
         if each.arguments[1] == "pytest":
+            assert "pytest" in each.needs
             assert all((ROOT / part).exists() for part in each.arguments if part.startswith("tests/"))
             continue
         path = ROOT / each.arguments[1].replace("pagedkv.bench", "bench").replace(".", "/")
