@@ -240,9 +240,9 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
     ptx::copy_wait<0>();
 }
 
-// The bits of a ticket that count the pieces of a unit. The other 44 bits hold the number of the launch: they last for
-// 55 years at 10,000 launches of a kind a second.
-constexpr int PIECE_BITS = 20;
+// The bits of a ticket that count the pieces of a unit. The other 43 bits hold the number of the launch: they last for
+// 27 years at 10,000 launches of a kind a second.
+constexpr int PIECE_BITS = 21;
 static_assert((i64{1} << 30) / (4 * PartialState::SIZE) < i64{1} << PIECE_BITS, "Python allows 2^30 bytes of pieces");
 
 // Draw a ticket of the unit whose first partial state is `first`: count this CTA in. Return true for the last of
