@@ -5,18 +5,35 @@
 #include <pthread.h>
 #if defined(__linux__)
 #include <link.h>
+#include <sys/resource.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace pagedkv {
 namespace {
 
-typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
+// Two functions of an OpenMP runtime. LLVM's and Intel's runtimes offer GNU's `GOMP_parallel`, too.
+struct OpenMP {
+    void (*parallel)(void (*)(void*), void*, unsigned threads, unsigned flags) = nullptr;
+    int (*max_threads)() = nullptr;
+    // Look them up in a library and in the libraries that it was linked with. Returns whether both are there.
+    bool look_up(void* handle) {
+        void* found[] = {dlsym(handle, "GOMP_parallel"), dlsym(handle, "omp_get_max_threads")};
+        std::memcpy(&parallel, &found[0], sizeof parallel), std::memcpy(&max_threads, &found[1], sizeof max_threads);
+        return parallel && max_threads;
+    }
+};
 
 #if defined(__linux__)
 
@@ -25,13 +42,9 @@ bool is_named(const char* path, const char* prefix) {
     return !std::strncmp(name ? name + 1 : path, prefix, std::strlen(prefix));
 }
 
-// Find GOMP_parallel in a library or in the libraries that it was linked with. LLVM's and Intel's runtimes offer GNU's
-// entry point, too.
 int take(dl_phdr_info* library, void* found) {
     void* handle = dlopen(library->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
-    void* parallel = handle ? dlsym(handle, "GOMP_parallel") : nullptr;
-    std::memcpy(found, &parallel, sizeof parallel);
-    return parallel != nullptr;
+    return handle && static_cast<OpenMP*>(found)->look_up(handle);
 }
 
 int of_torch(dl_phdr_info* library, size_t, void* found) {
@@ -47,58 +60,189 @@ int of_any(dl_phdr_info* library, size_t, void* found) {
 // A process may hold several runtimes (scikit-learn brings its own). The one to use is torch's, whose threads exist
 // already. The loader binds torch's calls to the first runtime that was loaded globally, and otherwise to the runtime
 // that torch was linked with.
-Parallel find() {
-    Parallel parallel = nullptr;
-    if (!dl_iterate_phdr(of_torch, &parallel)) {
-        dl_iterate_phdr(of_any, &parallel);
-    } else if (void* first = dlsym(RTLD_DEFAULT, "GOMP_parallel")) {
-        std::memcpy(&parallel, &first, sizeof parallel);
-    }
-    return parallel;
+OpenMP find() {
+    OpenMP found, first;
+    if (!dl_iterate_phdr(of_torch, &found) && !dl_iterate_phdr(of_any, &found)) return {};
+    return first.look_up(RTLD_DEFAULT) ? first : found;
 }
 
 #else
 
-Parallel find() { return nullptr; }
+OpenMP find() { return {}; }
 
 #endif
 
-std::atomic<bool> forked{false};
-const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+using Work = std::function<void(int)>;
+using Clock = std::chrono::steady_clock;
 
-Parallel openmp() {
-    static const Parallel once = find();
-    return forked ? nullptr : once;
+constexpr auto AWAKE = std::chrono::microseconds(200);  // of a thread between two calls, if no process took its CPU
+constexpr auto JOINING = std::chrono::microseconds(20);  // of the caller, which waits for the last parts of the work
+constexpr int CALM = 256;  // calls without such a loss: about a step
+constexpr int MOST_THREADS = 4096;  // as pagedkv/debug.py has it
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Where one thread waits for what others change. They call `wake` after the change.
+class alignas(64) Waiting {
+    std::atomic<bool> asleep{false};
+    std::mutex lock;
+    std::condition_variable rung;
+
+public:
+    // awake: how long to look again and again before it sleeps
+    template <typename Condition>
+    void until(const Condition& holds, Clock::duration awake) {
+        for (Clock::time_point end = Clock::now() + awake; Clock::now() < end; pause())
+            if (holds()) return;
+        std::unique_lock<std::mutex> held(lock);
+        for (asleep = true; !holds(); asleep = true) rung.wait(held);
+        asleep = false;
+    }
+    void wake() {
+        if (!asleep) return;
+        {
+            std::lock_guard<std::mutex> held(lock);
+            asleep = false;  // until it runs, further calls need not wake it
+        }
+        rung.notify_one();
+    }
+};
+
+// Says how long a thread stays awake before it sleeps: not at all on a busy machine. There the system takes the CPU
+// from a thread that has used its share, perhaps in the middle of its work, and the caller waits for that work.
+class Patience {
+    long losses = 0;  // how often the CPU was taken
+    int calm = CALM;
+
+public:
+    Clock::duration next() {
+#if defined(__linux__)
+        rusage used;
+        if (!getrusage(RUSAGE_THREAD, &used) && used.ru_nivcsw != losses) losses = used.ru_nivcsw, calm = 0;
+#endif
+        return calm < CALM ? calm++, Clock::duration::zero() : Clock::duration(AWAKE);
+    }
+};
+
+// The threads that serve one calling thread. They share this object with it, and the last one deletes it.
+class Team : public std::enable_shared_from_this<Team> {
+    // A call: its number, how many threads may still begin (0: none), and how many work. In one word, so that a thread
+    // begins only while the call is open, and the caller sees every thread that has begun.
+    static constexpr uint64_t NUMBER = uint64_t{1} << 32, OPEN = 1 << 16, CLOSE = ~(NUMBER - OPEN);
+    alignas(64) std::atomic<uint64_t> call{0};
+    static uint64_t number(uint64_t call) { return call / NUMBER; }
+    static int open(uint64_t call) { return static_cast<int>(call % NUMBER / OPEN); }
+    static uint64_t working(uint64_t call) { return call % OPEN; }
+
+    const Work* work = nullptr;
+    std::atomic<bool> ended{false};
+    Waiting caller;
+    std::vector<std::unique_ptr<Waiting>> others;
+
+    void serve(int thread, uint64_t seen, Waiting& self) {
+        for (Patience patience;;) {
+            self.until([&] { return number(call) != seen; }, patience.next());
+            if (ended) return;
+            uint64_t now = call;
+            while (thread < open(now) && !call.compare_exchange_weak(now, now + 1)) {}
+            seen = number(now);
+            if (thread >= open(now)) continue;
+            (*work)(thread);
+            uint64_t left = --call;
+            if (!open(left) && !working(left)) caller.wake();
+        }
+    }
+
+    // Start threads until there are as many as asked, or the system gives no more.
+    int start(int threads) {
+        threads = std::min(threads, MOST_THREADS);
+        while (static_cast<int>(others.size()) + 1 < threads) {
+            others.push_back(std::make_unique<Waiting>());
+            int thread = static_cast<int>(others.size());
+            try {
+                std::thread([team = shared_from_this(), thread, seen = number(call), self = others.back().get()] {
+                    team->serve(thread, seen, *self);
+                }).detach();
+            } catch (const std::system_error&) {
+                others.pop_back();
+                return thread;
+            }
+        }
+        return threads;
+    }
+
+    void announce(uint64_t threads) {
+        call = (number(call) + 1) * NUMBER + threads * OPEN;
+        for (size_t i = 0; i + 1 < threads; i++) others[i]->wake();
+    }
+
+public:
+    void run(int threads, const Work& given) {
+        threads = start(threads);
+        work = &given;
+        announce(static_cast<uint64_t>(threads));
+        given(0);
+        if (working(call &= CLOSE)) caller.until([&] { return !working(call); }, JOINING);
+    }
+    void end() {
+        ended = true;
+        announce(others.size() + 1);
+    }
+};
+
+// The team of a calling thread. A child process has none of its threads: it starts others.
+struct Owner {
+    std::shared_ptr<Team> team;
+    ~Owner() {
+        if (team) team->end();
+    }
+};
+thread_local Owner owner;
+thread_local bool prefers_own = false;
+
+std::atomic<bool> forked{false};
+const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
+    forked = true;
+    owner.team.reset();
+});
+
+OpenMP openmp() {
+    static const OpenMP once = find();
+    return forked ? OpenMP() : once;
 }
 
 struct Shared {
-    const std::function<void(int)>& work;
+    const Work& work;
+    const int threads;
     std::atomic<int> next{0};
 };
 
 }  // namespace
 
-void run_team(int threads, const std::function<void(int)>& work) {
+void run_team(int threads, const Work& work) {
     if (threads <= 1) return work(0);
-    if (Parallel parallel = openmp()) {
-        Shared shared{work};
-        parallel(
+    if (OpenMP runtime = prefers_own ? OpenMP() : openmp(); runtime.parallel) {
+        // Always as many threads as torch's loops have. When a team shrinks, OpenMP ends threads and must start others.
+        int all = std::max(threads, runtime.max_threads());
+        Shared shared{work, threads};
+        runtime.parallel(
             [](void* data) {
                 Shared* s = static_cast<Shared*>(data);
-                s->work(s->next++);
+                if (int thread = s->next++; thread < s->threads) s->work(thread);
             },
-            &shared, static_cast<unsigned>(threads), 0);
+            &shared, static_cast<unsigned>(all), 0);
         return;
     }
-    std::vector<std::thread> others;
-    others.reserve(static_cast<size_t>(threads));
-    try {
-        for (int i = 1; i < threads; i++) others.emplace_back(work, i);
-    } catch (const std::system_error&) {}  // the system gives no more threads
-    work(0);
-    for (std::thread& other : others) other.join();
+    if (!owner.team) owner.team = std::make_shared<Team>();
+    owner.team->run(threads, work);
 }
 
-const char* team_runtime() { return openmp() ? "OpenMP" : "threads"; }
+bool use_own_team(bool own) { return std::exchange(prefers_own, own); }
 
 }  // namespace pagedkv

@@ -2,8 +2,8 @@
 
 This file knows the extension's functions and not how they compute (docs/explanation/cpu-kernels.md). One source per
 instruction set is compiled. The best set of this processor is used, unless PAGEDKV_CPU_ISA names another. The number of
-threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are those of torch's OpenMP team if the
-extension finds it.
+threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are those of torch's OpenMP team, or a
+team of the extension (csrc/cpu/team.hpp).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-if _cpu is not None and not hasattr(_cpu, "set_contract"):
+if _cpu is not None and not hasattr(_cpu, "use_own_team"):
     _cpu, _missing = None, "it was built from older sources"
 
 

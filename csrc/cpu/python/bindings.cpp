@@ -60,8 +60,8 @@ PYBIND11_MODULE(_cpu, m) {
     m.doc() = "CPU kernels over raw pointers and strides; see pagedkv/kernels/cpu.py.";
     m.def("sets", pagedkv::sets,
         "Return the names of the compiled instruction sets that this processor has, best first.");
-    m.def("runtime", pagedkv::team_runtime,
-        "Return where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
+    m.def("use_own_team", pagedkv::use_own_team,
+        "Have the calls of this thread run on our own threads (True) or torch's. Returns what was chosen before.");
     pagedkv::define_bindings(m), pagedkv::define_attention(m), pagedkv::define_moves(m);
     pagedkv::define_linear(m);
     m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");

@@ -157,21 +157,22 @@ class Decoder:
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         # Each layer stores its results where the first one did.
         qkv, attended, gated = (memory.qkv, memory.attended, memory.gated) if memory else (None, None, None)
-        for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
-            before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
-            if i == 0 or qkv is not before:
-                q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
-            norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
-            call.store(k, v, batches[i])
-            before, attended = attended, call.attend(q, batches[i], out=attended)
-            if i == 0 or attended is not before:
-                rows = attended.flatten(1)
-            ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps)
-            gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
-            ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
-        if logits_of is not None:
-            x = x[logits_of]
-        return self._logits(x, backend, memory.logits[: len(x)] if memory else None)
+        with ops.step():
+            for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
+                before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
+                if i == 0 or qkv is not before:
+                    q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
+                norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
+                call.store(k, v, batches[i])
+                before, attended = attended, call.attend(q, batches[i], out=attended)
+                if i == 0 or attended is not before:
+                    rows = attended.flatten(1)
+                ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps)
+                gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
+                ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
+            if logits_of is not None:
+                x = x[logits_of]
+            return self._logits(x, backend, memory.logits[: len(x)] if memory else None)
 
     def _embedded(self, token_ids: Tensor, out: Tensor | None) -> Tensor:
         """Return the scaled embeddings of tokens. Shapes: token_ids int64 [T]; returns [T, hidden]"""

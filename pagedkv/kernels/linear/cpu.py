@@ -5,6 +5,7 @@ A call that the C++ code refuses (an unusual stride or dtype) is answered by the
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,8 @@ from pagedkv.kernels.linear.reference import Operations
 from pagedkv.kernels.threads import num_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 _BLOCK: Final = 2048
@@ -58,6 +61,15 @@ class Native(Operations):
     def __init__(self) -> None:
         self._x: Any = cpu.extension()
         self._isa, self._threads = cpu.isa(), num_threads()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run the C++ kernels of this thread on their own team: no loop of torch comes between them in such a step."""
+        before = self._x.use_own_team(True)
+        try:
+            yield
+        finally:
+            self._x.use_own_team(before)
 
     def norm_rotate(
         self, qkv: Tensor, heads: tuple[int, int], norms: tuple[Tensor | None, Tensor | None],

@@ -11,6 +11,7 @@ Shapes: x [T, K]; weights [N, K], row-major as safetensors has them; bias [N]; n
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from pagedkv.kernels.linear.matrix import Matrix
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
 
@@ -28,6 +31,10 @@ class Operations:
     out: memory that an operation may use for its result. The definition makes new tensors.
     `out`, `residual` and `qkv` overlap no other argument.
     """
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context for a whole step of this thread: its linear operations, its writes and its attention."""
+        return nullcontext()
 
     def norm_linear(
         self, x: Tensor, norm: Tensor | None, weights: Tensor | Matrix, bias: Tensor | None, eps: float,

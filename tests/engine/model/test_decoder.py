@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,8 @@ from pagedkv.kernels.linear import Operations
 from tests.engine.conftest import CHECKPOINTS, Paging, first_logits, prompt_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from tests.engine.conftest import Checkpoint
@@ -133,3 +136,25 @@ def test_heads_of_a_prompt_are_rotated_in_cpp(checkpoint: Any, monkeypatch: pyte
 def test_an_unknown_dtype_is_refused(checkpoint: Any) -> None:
     with pytest.raises(InvalidRequest, match="float99"):
         Decoder.load(checkpoint("llama").folder, dtype="float99")
+
+
+def test_a_step_computes_in_the_context_of_its_operations(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this context the kernels for CPUs have threads of their own."""
+    depths, depth, linear = [], [0], Operations._linear
+
+    @contextmanager
+    def step(self: Operations) -> Iterator[None]:
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def seen(self: Operations, *arguments: Any) -> Any:
+        depths.append(depth[0])
+        return linear(self, *arguments)
+
+    monkeypatch.setattr(Operations, "step", step)
+    monkeypatch.setattr(Operations, "_linear", seen)
+    monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
+    first_logits(checkpoint("llama").decoder())
+    assert set(depths) == {1}
+    assert depth == [0]

@@ -1,4 +1,5 @@
-"""Threads of the CPU backends: the OpenMP team of torch, even with another runtime; other threads in a fork.
+"""Threads of the CPU backends: torch's OpenMP team, even with another runtime; our own in a step of the engine and in a
+fork.
 
 A fork does not have the threads of its parent, so OpenMP would wait for them for ever.
 """
@@ -6,6 +7,7 @@ A fork does not have the threads of its parent, so OpenMP would wait for them fo
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -16,12 +18,10 @@ import pytest
 from tests.kernels.conftest import ON_CPU
 
 BACKENDS = [pytest.param(x, marks=[pytest.mark.slow] * (x == "numba")) for x in ON_CPU if x != "reference"]
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc"),
-    pytest.mark.parametrize(
-        "backend", [ON_CPU[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ON_CPU[1:-1])]
-    ),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
+on_each = pytest.mark.parametrize(
+    "backend", [ON_CPU[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ON_CPU[1:-1])]
+)
 
 BEGIN = """
 import os, re, signal, sys, warnings
@@ -29,8 +29,10 @@ warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with 
 backend, what = sys.argv[1:3]
 def runtimes():
     return set(re.findall(r"/\\S*/lib(?:gomp|omp|iomp5)[-.]\\S*", open("/proc/self/maps").read()))
+def ids():
+    return set(os.listdir("/proc/self/task"))
 def threads():
-    return len(os.listdir("/proc/self/task"))
+    return len(ids())
 import torch
 from pagedkv import paged_attention
 from tests.cases import Case
@@ -73,6 +75,7 @@ print("the child ended", os.WEXITSTATUS(status))
 """
 
 
+@on_each
 @pytest.mark.parametrize("what", ["after a call", pytest.param("before any", marks=pytest.mark.slow)])
 def test_a_fork_of_a_process_that_computed_on_threads_computes(backend: str, what: str) -> None:
     assert run(BEGIN + FORK, backend, what) == "the child ended 0"
@@ -93,6 +96,7 @@ def torchs_runtimes() -> list[str]:
     return run(BEGIN + "print(*runtimes())", "", "").split()
 
 
+@on_each
 @pytest.mark.parametrize("what", ["global", pytest.param("local", marks=pytest.mark.slow)])
 def test_with_another_runtime_that_of_torch_computes(backend: str, what: str, tmp_path: Path) -> None:
     """The other runtime is loaded first, and its name sorts first. If it computed, its team would be a second one."""
@@ -108,3 +112,47 @@ parallel_work()
 print(threads() - before, len(runtimes()))
 """
     assert run(SECOND + BEGIN + code, backend, what, torchs[0], str(other)) == "0 2"
+
+
+needs_cpu = pytest.mark.skipif("cpu" not in ON_CPU, reason="the C++ extension is not built")
+
+
+@needs_cpu
+def test_a_step_of_the_engine_has_its_own_threads_and_starts_them_once() -> None:
+    """Teams of three and of two take turns. OpenMP would end a thread each time, and start one."""
+    code = """
+from pagedkv.kernels.linear import choose
+few = Case(q_lens=(1,), kv_lens=(600,), heads=(4, 4)).build()
+def attend_to_few():
+    return paged_attention(few.q, few.layer, few.batch, backend=backend, **few.options)
+step = choose(torch.device("cpu"), torch.float32, 1).step
+before = ids()
+with step():
+    want = attend()
+    own = ids()
+    for _ in range(100):
+        attend_to_few()
+        assert torch.equal(attend(), want)
+    print(len(own - before), own == ids())
+parallel_work()
+both = ids()  # with torch's
+for _ in range(100):  # on torch's threads, outside a step
+    attend_to_few()
+    assert torch.equal(attend(), want)
+print(both == ids())
+"""
+    assert run(BEGIN + code, "cpu", "").split() == ["2", "True", "True"]
+
+
+@needs_cpu
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("flags", [(), pytest.param(("-fsanitize=thread",), marks=pytest.mark.slow)])
+def test_the_laws_of_a_team(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """ThreadSanitizer knows no process that forks and then starts threads."""
+    folder, program = Path(__file__).parent, tmp_path / "laws"
+    sources = [folder / "team_laws.cpp", folder.parents[2] / "csrc/cpu/team.cpp"]
+    command = ["g++", "-std=c++17", "-O1", "-g1", *flags, f"-I{sources[1].parent}", *sources, "-o", program]
+    subprocess.run([*command, "-ldl", "-lpthread"], check=True)
+    result = subprocess.run([program, "" if flags else "fork"], stdout=subprocess.PIPE, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.splitlines()[:4] == ["parts", "threads", "absent threads", "callers"]
