@@ -48,9 +48,6 @@ def test_a_pipe_is_read_and_an_empty_one_refused(options):
         assert (empty.returncode, empty.stdout, empty.stderr) == (2, "", EMPTY)
 
 
-# --- streams ---
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_and_a_closed_stdout_are_one_line_and_status_1(command):
     for to, words in (("/dev/full", NO_SPACE), ("&-", CLOSED)):
@@ -91,8 +88,6 @@ def test_an_ascii_terminal_gets_replacements(tmp_path):
     run = shell(f"{locale} $P generate --model {tmp_path}/Zoë")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
 
-
-# --- Ctrl-C; test_conversation.py has it at a terminal ---
 
 MARKED = """
 import os

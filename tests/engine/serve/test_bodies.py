@@ -165,9 +165,6 @@ def test_a_message_is_replayed_as_any_server_sent_it() -> None:
             read(ChatBody, json.dumps({"messages": [message]}).encode())
 
 
-# --- large bodies ---
-
-
 def filled(begin: str, item: str, end: str) -> bytes:
     """Return a body of SIZE bytes of items."""
     count = (SIZE - len(begin) - len(end)) // (len(item) + 1)
@@ -245,8 +242,6 @@ def test_a_prompt_is_refused_by_its_length_before_it_is_encoded() -> None:
     for ids in ([5] * 30, [[5], [5] * 30]):
         assert read(CompletionBody, json.dumps({"prompt": ids}).encode()).prompts(tokenizer, 30)[-1] == [5] * 30
 
-
-# --- numbers ---
 
 NUMBERS = [
     "0", "-0.0", "1", "-1", "1e-45", "1e-310", "-1e-45", "1e300", "-1e300", "1e999", "NaN", "-Infinity", "0.5", "2.5",

@@ -60,9 +60,6 @@ def test_a_bad_file_is_named_by_its_line_and_shows_no_key(tmp_path: Path, conten
     assert "secret" not in str(refused.value)
 
 
-# --- shares ---
-
-
 def entered(shares: Shares, tenant: bytes) -> Place:
     place = shares.enter(tenant)
     assert place is not None
@@ -161,9 +158,6 @@ def test_the_only_request_of_a_tenant_gets_in_however_many_fill_the_server() -> 
 
     assert [enter(name) for name in names[:2] for _ in range(4)] == [True, True, True, False] * 2
     assert [enter(name) for name in names[2:] for _ in range(2)] == [True, False] * 2
-
-
-# --- a server of two keys ---
 
 
 def test_a_key_that_has_its_share_takes_no_place_of_another_one(extra: None, tmp_path: Path) -> None:
