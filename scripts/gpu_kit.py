@@ -164,6 +164,9 @@ def pack(name: str, files: Files) -> None:
 
 def main() -> None:
     """Download the wheels for Python 3.12, and write both archives."""
+    for wheel in WHEELS.glob("vllm-*.whl"):
+        if not wheel.name.startswith(VLLM.replace("==", "-") + "-"):
+            wheel.unlink()  # of an earlier version: both would be packed
     platforms = [f"--platform={name}" for name in PLATFORMS]
     wanted = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms, f"--dest={WHEELS}"]
     pip("download", *wanted, VLLM, FLASHINFER[1], *NEEDED)
