@@ -113,7 +113,7 @@ test-vllm-next: vllm-env ## the same in the Python of a later vLLM (VLLM_NEXT=0.
 		-p no:cacheprovider -m "not gpu" $(VLLM_TESTS)
 
 test-distributed: $(STAMPS)/dev compiled test-ray ## pages that go between processes by NIXL, and replicas behind Ray
-	@$(PIP) --no-deps nixl nixl-cu12 || echo 'no nixl for this machine: its tests are skipped'
+	@$(PIP) --no-deps nixl nixl-cu12 nixl-cu13 || echo 'no nixl for this machine: its tests are skipped'
 	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
 
 test-ray: ## replicas behind Ray Serve, some of them killed, in an environment of its own (RAY=2.59.0, minutes)

@@ -11,7 +11,7 @@ could carry it. NIXL takes shared memory, TCP or RDMA (UCX_TLS, UCX_NET_DEVICES)
 weights and the same KVSpec. A process that can write to the pool can plant pages: use a private network. A pipe carries
 the few messages here; between machines, use a connection of your own.
 
-Run: python examples/nixl_pages.py    (after pip install --no-deps nixl nixl-cu12)
+Run: python examples/nixl_pages.py    (after pip install --no-deps nixl nixl-cu13, or nixl-cu12)
 """
 
 import multiprocessing

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="no NIXL: pip install --no-deps nixl nixl-cu12")
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="no NIXL: pip install --no-deps nixl nixl-cu13")
 @pytest.mark.parametrize("transports", ["all", "tcp"])
 def test_the_pages_of_a_prompt_go_from_one_process_to_another(transports: str, tmp_path: Path) -> None:
     environment = {**os.environ, "UCX_TLS": transports, "NIXL_LOG_LEVEL": "WARN", "PAGEDKV_DEBUG": "3"}
