@@ -5,8 +5,8 @@ CTAs of 4 warps, two on an SM, read 537 MB in runs of 4 KB at random places, as 
 CTA reads a first part, then chunks of the rest, claimed from one counter.
 
 Printed: microseconds, TB/s, and the cycles of the fastest third of the SMs over those of the slowest third. Predicted,
-not measured, for an H200 whose groups of two or three TPCs share a return port of 113 bytes a cycle: equal 131 to 134
-us, 0.85 between the thirds, counter 123 to 127 us. On an H100 all ways are within 1 %.
+not measured, for an H200 in which groups of two or three TPCs share a return port of 113 bytes a cycle: equal 131 to
+134 us, 0.85 between the thirds, counter 123 to 127 us. On an H100 all ways are within 1 %.
 """
 
 from __future__ import annotations

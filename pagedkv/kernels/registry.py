@@ -65,8 +65,8 @@ def resolve(case: Case, backend: str | None = None) -> Kernel:
 def in_order(case: Case, kernels: tuple[Kernel, ...] | None = None) -> list[Kernel]:
     """Return the kernels that "auto" asks about `case`, by preference.
 
-    "library" is asked about long prefills, and about prefills whose pages it reads: a copy of all keys would cost any
-    other call more than it gains.
+    "library" is asked about long prefills, and about prefills that it reads in their pages: a copy of all keys would
+    cost any other call more than it gains.
     """
     kernels = KERNELS if kernels is None else kernels
     if "long_prefill" not in case.features:

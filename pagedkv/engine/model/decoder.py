@@ -151,7 +151,9 @@ class Decoder:
         there = memory.angles if memory else {}
         angles = {rope: rotary.angles(positions, self.dtype, there.get(rope)) for rope, rotary in self._rotary.items()}
         ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
-        norm_rotate = linear.choose(self.device, self.dtype, 1, backend).norm_rotate  # in C++ for any number of tokens
+        # C++ rotates any number of tokens, so the operations of one token serve.
+        for_one = ops if isinstance(ops, linear.cpu.Native) else linear.choose(self.device, self.dtype, 1, backend)
+        norm_rotate = for_one.norm_rotate
         x = self._embedded(token_ids, memory and memory.x)
         calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]

@@ -149,6 +149,6 @@ def _gathered(
 
 
 def _batch_of(table: torch.Tensor, cu_seqlens_k: torch.Tensor, longest: int, options: dict[str, Any]) -> PagedBatch:
-    """Return the batch of a step of the host, whose longest sequence has `longest` tokens."""
+    """Return the batch of a step of the host. longest: tokens of the longest sequence."""
     starts, most_queries = options["cu_seq_lens_q"].to(torch.int32), int(options["max_length_q"])
     return PagedBatch(table.to(torch.int32), cu_seqlens_k.diff().to(torch.int32), starts, most_queries, longest)

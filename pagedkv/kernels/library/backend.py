@@ -2,9 +2,9 @@
 
     pages -(_present)-> tables without holes -(gather_kv)-> K, V -(flash attention)-> states -(_store)-> out, lse
 
-It is for long prompts, whose products cost much more than a copy of their keys. "auto" chooses it for these, and for
-all prefills whose keys need no copy (registry.py). The other operations go to the kernel that "auto" chooses among all
-others.
+It is for long prompts: their products cost much more than a copy of their keys. "auto" chooses it for these, and for
+all prefills that need no copy of keys (registry.py). The other operations go to the kernel that "auto" chooses among
+all others.
 
 The products are made by the first of these that serves the call:
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK: Final = 2048
-"""Tokens whose results stay in the caches from one operation of torch to the next."""
+"""Tokens of a block: its results stay in the caches from one operation of torch to the next."""
 
 _MODES: Final = {"store": 0, "logits": 0, "add": 1, "silu": 2, "gelu_tanh": 3}
 """Linear::Mode of csrc/cpu/call.hpp."""

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    """Return a model for all tests of a file. A file whose tests change it has a fixture of this name for each test."""
+    """Return a model for all tests of a file. Where tests change it, a fixture of this name makes one for each."""
     from tests.integrations.transformers.families import model_of
 
     return model_of("llama", num_hidden_layers=2)
