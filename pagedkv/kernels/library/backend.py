@@ -128,7 +128,8 @@ def paged_attention(call: AttentionCall) -> None:
     if not call.q.shape[0] or not call.seq_lens.shape[0] or not call.max_seqlen_q:
         return
     if _has_options(call) and not _in_pages(call):  # rows of the pool are not aligned
-        return _other(Case.of_attention(call, call, call.q)).paged_attention(call)
+        batch = (call.seq_lens, call.max_seqlen_k)
+        return _other(Case.of_attention(call, call, call.q, (None, call.causal_of), batch)).paged_attention(call)
     found, states = (_on_cpu if _on_host(call) else _on_gpu)(call)
     _store(call, states, found)
     _repair(call, found.doubtful)

@@ -433,13 +433,19 @@ def test_flash_attention_3_gets_these_arguments(by_fa3: list[Any], monkeypatch: 
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_pool_that_is_not_aligned_is_not_read_by_flash_attention_3(window: int | None, by_fa3: list[Any]) -> None:
+def test_a_pool_that_is_not_aligned_is_not_read_by_flash_attention_3(
+    window: int | None, by_fa3: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, other = [], registry.other_than
+    monkeypatch.setattr(registry, "other_than", lambda name, of: asked.append(of) or other(name, of))
+    monkeypatch.setattr(cases, "prefill_of", lambda *_: "prefill")  # as on a GPU
     case = replace(PREFILL, window=window)
     built = case.build()
     k = torch.full((built.layer.k.numel() + 4,), torch.nan, dtype=built.layer.k.dtype)[4:]
     k = k.as_strided(built.layer.k.shape, built.layer.k.contiguous().stride(), 4).copy_(built.layer.k)
     LIBRARY.check(case, built._replace(layer=replace(built.layer, k=k)))
     assert not by_fa3
+    assert window is None or "prefill" in asked[0].features
 
 
 @pytest.mark.usefixtures("by_fa3")
