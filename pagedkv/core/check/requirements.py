@@ -9,7 +9,7 @@ import numpy as np
 from pagedkv.errors import InvariantViolation
 
 
-class Law:
+class _Law:
     """An invariant. name: as docs, errors and tests cite it."""
 
     def __init__(self, name: str) -> None:
@@ -32,12 +32,12 @@ class Law:
             self.require(False, f"{message} ({place} {first}, and {len(found) - 1} more)", frame=frame, asid=asid)
 
 
-I1: Final = Law("I1")
-I2: Final = Law("I2")
-I3: Final = Law("I3")
-I4: Final = Law("I4")
-I5: Final = Law("I5")
-I6: Final = Law("I6")
-I7: Final = Law("I7")
-I8: Final = Law("I8")
-I9: Final = Law("I9")
+I1: Final = _Law("I1")
+I2: Final = _Law("I2")
+I3: Final = _Law("I3")
+I4: Final = _Law("I4")
+I5: Final = _Law("I5")
+I6: Final = _Law("I6")
+I7: Final = _Law("I7")
+I8: Final = _Law("I8")
+I9: Final = _Law("I9")
