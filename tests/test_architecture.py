@@ -26,8 +26,6 @@ from pagedkv.kernels import registry
 
 ROOT = Path(__file__).parents[1]
 
-# --- the laws ---------------------------------------------------------------------------------------------------------
-
 FREE = {"errors", "spec", "debug", "machine_code"}
 """Integers and names only; every layer may import them, they import one another and the standard library."""
 
@@ -111,7 +109,6 @@ HEAD_LINES_MAX = 30
 FOLDER_FILES_MAX = 20
 SOURCES = (".py", ".cpp", ".h", ".hpp", ".inc", ".cu", ".cuh")
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"}
-# --- reading the tree -------------------------------------------------------------------------------------------------
 
 
 def sources(*trees: str, ends: tuple[str, ...] = (".py",)) -> list[Path]:
@@ -189,9 +186,6 @@ def objections(module: str, source: str, is_package: bool = False) -> list[str]:
 
 def p90(values: list[int]) -> int:
     return sorted(values)[math.ceil(0.9 * len(values)) - 1]
-
-
-# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_imports_upwards():
@@ -346,9 +340,6 @@ def test_the_registry_imports_no_backend():
     assert not backends & imports_of("pagedkv.kernels.registry", PACKAGE["pagedkv.kernels.registry"].read_text())
 
 
-# --- budgets ----------------------------------------------------------------------------------------------------------
-
-
 def test_folders_are_small():
     trees = ("pagedkv", "triton_kernels", "csrc", "scripts", "bench", "tests", "examples")
     folders = Counter(path.parent for path in sources(*trees, ends=SOURCES))
@@ -410,9 +401,6 @@ def test_every_file_says_what_it_knows():
         assert len(head.splitlines()) <= HEAD_LINES_MAX, path
 
 
-# --- the public surface -----------------------------------------------------------------------------------------------
-
-
 def test_the_public_names_are_these():
     assert sorted(pagedkv.__all__) == sorted(PUBLIC_NAMES) == sorted(pagedkv._HOME)
     assert set(PUBLIC_NAMES) <= set(dir(pagedkv))
@@ -446,9 +434,6 @@ def test_environment_variables_are_documented_and_read_in_one_place():
         read[module] = {text for text in strings if isinstance(text, str) and re.fullmatch(r"PAGEDKV_[A-Z_]+", text)}
     assert read.pop("pagedkv.debug") == documented
     assert not {module: names for module, names in read.items() if names}, "PAGEDKV_* is read in pagedkv/debug.py only"
-
-
-# --- what an import costs ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

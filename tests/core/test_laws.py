@@ -92,7 +92,6 @@ def test_equal_prompts_computed_at_once_share_afterwards(mm: MemoryManager) -> N
     assert a.pages[2] != b.pages[2]
     assert mm.stats().mapped == 4
     assert mm.stats().deduplicated == 2
-    mm.check()
 
 
 def test_eviction_takes_the_tail_of_the_least_recently_used_first(mm: MemoryManager) -> None:
@@ -140,9 +139,6 @@ def test_the_waste_of_a_shared_frame_is_counted_once(mm: MemoryManager) -> None:
     assert mm.stats().slots_wasted == 1
 
 
-# -- misses -----------------------------------------------------------------------------------------------------------
-
-
 def test_why_names_the_reason_of_a_miss(mm: MemoryManager) -> None:
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     mm.state.reg[st.KEY] = 1  # evicted pages are remembered by a hash: this key gives no collision
@@ -153,9 +149,6 @@ def test_why_names_the_reason_of_a_miss(mm: MemoryManager) -> None:
     assert mm.why(prompt, tenant=b"b") == Miss("other root", 0)
     mm.evict(1)
     assert mm.why(prompt, tenant=b"a") == Miss("evicted", 4)
-
-
-# -- pins and fences --------------------------------------------------------------------------------------------------
 
 
 def test_a_pin_keeps_its_pages_and_their_prefix(mm: MemoryManager) -> None:
@@ -236,9 +229,6 @@ def test_handles_differ_when_generations_wrap_around(mm: MemoryManager) -> None:
     assert mm.is_stale(old)
 
 
-# -- eviction policies ------------------------------------------------------------------------------------------------
-
-
 def prompted(mm: MemoryManager, first: int, times: int = 1) -> list[int]:
     """Open, compute and release a two-page prompt `times` times, and return its frames."""
     for _ in range(times):
@@ -317,7 +307,8 @@ def test_advice_on_a_prefix_never_evicts_it_before_its_suffix(mm: MemoryManager)
         mm.check()
 
 
-def test_check_sees_a_shared_frame_about_to_be_written(mm: MemoryManager) -> None:
+def test_check_sees_a_shared_frame_about_to_be_written() -> None:
+    mm = MemoryManager(num_frames=16, block_size=4)
     space = grown(mm, [1, 2, 3, 4, 5])
     mm.plan([space], [1])
     other = mm.open([9])
@@ -336,8 +327,7 @@ def test_metadata_is_at_most_52_bytes_a_frame(num_frames: int) -> None:
     assert per_frame <= 52
 
 
-def test_misses_are_counted_by_reason() -> None:
-    mm = MemoryManager(num_frames=16, block_size=4)
+def test_misses_are_counted_by_reason(mm: MemoryManager) -> None:
     grown(mm, [1] * 9, b"acme").release()  # 8 asked for, new
     mm.open([1] * 11)  # 8 asked for, new to this tenant; 2 below a page
     mm.open([1] * 9, tenant=b"acme")  # 8 asked for and matched

@@ -116,9 +116,6 @@ def test_a_pin_of_another_manager_is_refused_even_if_it_looks_like_one_of_ours()
     ours.unpin(mine)
 
 
-# -- threads ----------------------------------------------------------------------------------------------------------
-
-
 def in_a_thread(act: Callable[[], object]) -> BaseException | None:
     """Run `act` in a thread named intruder, and return its exception or None."""
     raised: list[BaseException] = []
@@ -172,9 +169,6 @@ def test_a_manager_is_not_taken_over_in_the_middle_of_a_call(scene: Scene) -> No
     with call_under_way(scene.mm):
         assert isinstance(in_a_thread(scene.mm.own), ConcurrentUse)
     assert in_a_thread(scene.mm.own) is None
-
-
-# -- level 3 ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.strict

@@ -26,6 +26,5 @@ def plant(model: Any, pairs: tuple[int, ...] = (2, -3), factor: float = 100.0) -
     for side, by in (("k", spread.flatten()), ("q", 1 / spread.flatten())):
         for name, parameter in parameters.items():
             if f".{side}_{part}." in name:
-                channels = (parameter + one).unflatten(0, (-1, len(by)))
-                by_channel = by.view(-1, *(1 for _ in parameter.shape[1:]))
-                parameter.copy_((channels * by_channel).flatten(0, 1) - one)
+                factors = by.repeat(len(parameter) // len(by)).view(-1, *(1 for _ in parameter.shape[1:]))
+                parameter.copy_((parameter + one) * factors - one)

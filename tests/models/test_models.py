@@ -1,7 +1,4 @@
-"""Real models that other people trained (`make models`): the tokens of transformers, and the cost of the KV kinds.
-
-The bundled checkpoint has no outliers in its keys. These models have them, and more can be planted.
-"""
+"""Models that other people trained (`make models`): the tokens of transformers, and the cost of the KV kinds."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def test_planted_outliers_change_keys_and_not_logits(name: str) -> None:
         after = model(prompt, use_cache=True)
     torch.testing.assert_close(after.logits, before.logits, rtol=1e-4, atol=1e-4)
     larger = after.past_key_values.layers[0].keys / before.past_key_values.layers[0].keys
-    assert [round(channel) for channel in larger.median(2).values[0, 0].tolist()].count(100) == 4
+    assert larger.median(2).values[0, 0].round().tolist().count(100) == 4
 
 
 def cost(decoder: Decoder, ids: list[int], title: str, capsys: pytest.CaptureFixture[str]) -> dict[str | None, Any]:

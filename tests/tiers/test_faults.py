@@ -183,9 +183,6 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
     world.cache.tiers.close()
 
 
-# --- hangs and exits --------------------------------------------------------------------------------------------------
-
-
 def test_a_load_that_hangs_ends_at_its_deadline_and_its_frames_wait_for_it() -> None:
     tier = Stubborn("1MiB")
     world = evicted(tier, num_frames=24)
@@ -239,9 +236,6 @@ def test_a_fetch_that_forget_ends_has_no_tokens(monkeypatch: pytest.MonkeyPatch)
     assert world.cache.tiers.quiesce(300)
     assert (fetch.tokens, world.check_found(IDS)) == (0, 0)
     world.cache.tiers.close()
-
-
-# --- interrupts -------------------------------------------------------------------------------------------------------
 
 
 def interrupt(*_: object) -> None:
@@ -333,9 +327,6 @@ def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int) -> None:
         life(world, hold)
         assert world.cache.stats().mapped == 0
     world.cache.tiers.close()
-
-
-# --- fetches and quotas -----------------------------------------------------------------------------------------------
 
 
 def test_prompts_with_one_prefix_load_it_once() -> None:

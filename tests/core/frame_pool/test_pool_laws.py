@@ -25,9 +25,6 @@ def pool() -> FramePool:
     return FramePool(8, key_bytes=8)
 
 
-# -- references --------------------------------------------------------------------------------------------------------
-
-
 def test_frames_that_are_taken_together_form_a_run_after_the_last_one(pool: FramePool) -> None:
     big = FramePool(256)
     first = big.take(5)
@@ -66,9 +63,6 @@ def test_references_that_no_table_holds_are_dropped_after_an_interrupt(pool: Fra
     assert pool.recover(tables) == 3
     assert pool.references().tolist() == tables.tolist()
     assert set(lost.tolist()) <= set(pool.take(6).tolist())
-
-
-# -- eviction ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_frame_without_a_key_can_be_kept_until_last(pool: FramePool) -> None:
@@ -146,9 +140,6 @@ def test_a_retired_frame_that_is_shared_again_counts_among_the_most_ever_mapped(
     pool.share(frame)  # its contents may still be read, and are wanted again
     assert (pool.stats().retired, pool.stats().peak_mapped, pool.stats().mapped) == (0, 2, 2)
     pool.check()
-
-
-# -- tenants, safety ---------------------------------------------------------------------------------------------------
 
 
 def test_a_tenant_holds_no_more_than_its_quota_and_makes_room_itself(pool: FramePool) -> None:

@@ -52,7 +52,6 @@ def test_at_its_hard_quota_a_tenant_evicts_its_own_and_not_what_is_free(mm: Memo
     assert mm.usage(b"small").used == 4
     assert mm.stats().free == 9
     assert mm.stats().cached == 7
-    mm.check()
 
 
 def test_beyond_its_hard_quota_a_plan_is_refused_by_name_and_nothing_is_changed(mm: MemoryManager) -> None:
@@ -68,7 +67,6 @@ def test_beyond_its_hard_quota_a_plan_is_refused_by_name_and_nothing_is_changed(
     assert (over.value.tenant, over.value.quota, over.value.used, over.value.shortfall) == (b"small", 4, 4, 1)
     assert everything(mm) == before
     mm.plan([other, running], [4, 4])
-    mm.check()
 
 
 @pytest.mark.parametrize("groups", [(Group(),), (Group(), Group(window=4))])

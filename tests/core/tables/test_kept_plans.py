@@ -26,7 +26,6 @@ def test_a_page_is_planned_once_and_committed_token_by_token(mm: MemoryManager) 
     assert plan.settled == "committed"
     assert space.token_ids.tolist() == list(range(1, 13))
     assert mm.recover() == (0, 0, 0)
-    mm.check()
 
 
 def test_all_that_remains_is_committed_without_counts(mm: MemoryManager) -> None:
@@ -55,7 +54,6 @@ def test_the_rest_is_given_back_by_abort_or_by_a_commit_that_keeps_nothing_plann
     assert len(space) == 5 + (end == "commit")
     assert len(space.pages) == 2
     assert mm.stats().free == 14
-    mm.check()
 
 
 def test_a_newer_plan_waits_for_the_rest_of_an_older_one(mm: MemoryManager) -> None:
@@ -81,4 +79,3 @@ def test_copies_count_as_made_once_a_part_is_committed(mm: MemoryManager) -> Non
     mm.abort(plan)
     assert [len(space) for space in (parent, a, b)] == [3, 4, 3]
     assert len({int(space.pages[0]) for space in (parent, a, b)}) == 3  # each keeps its copy
-    mm.check()

@@ -129,8 +129,7 @@ def test_a_prefix_that_a_plan_pinned_is_unpinned_after_forget_and_resize() -> No
     assert (mm.stats().free, mm.pending) == (64, 0)
 
 
-def test_the_lists_of_every_tenant_follow_a_move() -> None:
-    mm = MemoryManager(16, 4)
+def test_the_lists_of_every_tenant_follow_a_move(mm: MemoryManager) -> None:
     for tenant in (b"a", b"b"):
         mm.set_quota(tenant, hard=12)
     spaces = [mm.open(tenant=b"a"), mm.open(tenant=b"b")]

@@ -20,7 +20,6 @@ def test_a_frame_that_an_outstanding_plan_copies_from_is_not_written(mm: MemoryM
     mm.abort(older)
     assert a.token_ids.tolist() == [1, 2, 3]
     assert b.token_ids.tolist() == [1, 8, 9]
-    mm.check()
 
 
 def test_a_plan_aborted_after_its_copies_keeps_its_own_tails(mm: MemoryManager) -> None:
@@ -32,7 +31,6 @@ def test_a_plan_aborted_after_its_copies_keeps_its_own_tails(mm: MemoryManager) 
     mm.abort(plan, copied=True)
     assert set(a.pages) & set(b.pages) == set()
     assert a.token_ids.tolist() == [1, 2, 3]
-    mm.check()
 
 
 def test_a_page_is_not_exchanged_for_an_equal_one_under_a_plan(mm: MemoryManager) -> None:
@@ -45,7 +43,6 @@ def test_a_page_is_not_exchanged_for_an_equal_one_under_a_plan(mm: MemoryManager
     assert late.pages[0] == mine
     mm.commit(second, [7])
     assert late.pages[0] != mine
-    mm.check()
 
 
 def test_the_source_of_a_copy_survives_its_owners_until_commit(mm: MemoryManager) -> None:
@@ -87,7 +84,6 @@ def test_an_aborted_plan_leaves_the_tables_as_they_were(mm: MemoryManager) -> No
     before = parent.pages.tolist(), child.pages.tolist(), mm.stats().free
     mm.abort(mm.plan([parent, child], [9, 9]))
     assert (parent.pages.tolist(), child.pages.tolist(), mm.stats().free) == before
-    mm.check()
 
 
 def test_release_under_an_outstanding_plan_waits_for_it(mm: MemoryManager) -> None:

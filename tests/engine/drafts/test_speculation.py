@@ -195,9 +195,6 @@ def test_a_row_of_no_numbers_ends_a_request_where_the_plain_way_ends_it(
     assert got[0][1] == "error"
 
 
-# -- a draft model -----------------------------------------------------------------------------------------------------
-
-
 def draft_model(checkpoint: Checkpoint, num_frames: int = 200, **options: Any) -> DraftModel:
     decoder = checkpoint.decoder()
     return DraftModel(decoder, PagedKVCache(decoder.config.spec(), num_frames=num_frames), **options)
@@ -291,9 +288,6 @@ def test_held_out_questions_take_fewer_passes_with_the_draft_model() -> None:
     assert slow >= 1.5 * fast
     assert engine.speculation.acceptance > 0.5
     assert idle(engine)
-
-
-# -- prompt lookup -----------------------------------------------------------------------------------------------------
 
 
 def lookup(tokens: list[int], count: int = 8, **options: Any) -> list[int]:

@@ -28,9 +28,6 @@ def reply(engine: Engine, prompt: str) -> Completion:
     return engine.generate([prompt])[0].completions[0]
 
 
-# -- the phases of one output ------------------------------------------------------------------------------------------
-
-
 def test_the_phases_add_up_to_the_time_of_the_request(engine: Engine) -> None:
     began = time.perf_counter()
     one = reply(engine, PAGE + QUESTIONS[0])
@@ -74,9 +71,6 @@ def test_the_end_of_a_request_ends_the_phase_that_it_was_in(engine: Engine) -> N
     assert one.latency.decode_s > so_far.decode_s
 
 
-# -- all outputs -------------------------------------------------------------------------------------------------------
-
-
 def test_stats_tell_each_latency_once_and_each_token_once(engine: Engine) -> None:
     requests = engine.generate([PAGE + question for question in QUESTIONS])
     completions = [one for request in requests for one in request.completions]
@@ -103,9 +97,6 @@ def test_drafts_that_come_true_arrive_with_the_token_before_them() -> None:
     gaps = engine.stats().latency["between_tokens"]
     assert gaps.count == len(one.token_ids) - 1 - engine.speculation.num_accepted
     assert gaps.p50 > 0
-
-
-# -- distributions -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0])

@@ -44,8 +44,6 @@ def engine_of(checkpoint: Checkpoint, num_frames: int = 400, **options: Any) -> 
     return Engine(decoder, byte_tokenizer(), PagedKVCache(decoder.config.spec(), num_frames=num_frames), **options)
 
 
-# -- any schema --------------------------------------------------------------------------------------------------------
-
 names = strategies.text("abc", min_size=1, max_size=3)
 leaves = strategies.one_of(
     strategies.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "integer"}, {"type": "number"}]),
@@ -147,8 +145,6 @@ def test_tokens_may_be_taken_back(dice: random.Random) -> None:
         else:
             tokens.append(dice.choice([i for i in fresh.allowed(VOCAB).nonzero()[:, 0].tolist() if i != END]))
 
-
-# -- in the engine -----------------------------------------------------------------------------------------------------
 
 CITY = {
     "type": "object",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagedkv.core.warm import warm_up_step
+from pagedkv.engine import Engine
 from tests.engine.serve.server import Server, serving
 
 
@@ -37,3 +38,12 @@ def server(shared: Server) -> Iterator[Server]:
     """Every test gives all frames back."""
     yield shared
     shared.wait_for_no_frame()
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Iterator[Engine]:
+    yield loaded
+    while loaded.has_work:
+        loaded.step()
+    assert loaded.cache.stats().mapped == 0, "every frame came back"
+    loaded.cache.check()

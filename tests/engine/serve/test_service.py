@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,14 +26,6 @@ from tests.engine.serve.server import ASKED, FACTS
 @pytest.fixture(scope="module")
 def loaded() -> Engine:
     return Engine.load(num_frames=256)
-
-
-@pytest.fixture
-def engine(loaded: Engine) -> Iterator[Engine]:
-    yield loaded
-    while loaded.has_work:
-        loaded.step()
-    assert loaded.cache.stats().mapped == 0
 
 
 def during(engine: Engine, story: Callable[[Routes, AsyncEngine], Awaitable[Any]]) -> Any:

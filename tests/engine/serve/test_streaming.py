@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,15 +23,6 @@ LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 @pytest.fixture(scope="module")
 def loaded() -> Engine:
     return Engine.load(num_frames=256, limits=Limits(max_waiting=60))
-
-
-@pytest.fixture
-def engine(loaded: Engine) -> Iterator[Engine]:
-    yield loaded
-    while loaded.has_work:
-        loaded.step()
-    assert loaded.cache.stats().mapped == 0, "every frame came back"
-    loaded.cache.check()
 
 
 def running(engine: Engine, story: Callable[[AsyncEngine], Any]) -> Any:

@@ -37,6 +37,11 @@ class Slow(HostTier):
         super()._load(moves)
 
 
+def settled(engine: Engine) -> bool:
+    """Close an engine, and return whether its tiers ended and it was idle."""
+    return engine.cache.tiers.quiesce() and idle(engine) and engine.close()
+
+
 def test_evicted_prompts_come_back_with_equal_tokens(checkpoint: Checkpoints, tmp_path: Path) -> None:
     prompts = [prompt_of(100, seed=seed) for seed in range(6)]
     want = outputs(build(checkpoint("llama")).generate(prompts, PARAMS))
@@ -89,8 +94,7 @@ def test_pages_that_have_arrived_are_there_when_their_prompt_is_admitted(checkpo
     engine.run()
     assert waiting.completions[0].cached_tokens == 96
     assert outputs([waiting]) == want
-    assert idle(engine)
-    engine.close()
+    assert settled(engine)
 
 
 def test_a_sequence_that_lacks_frames_gets_those_of_a_prompt_that_waits(checkpoint: Checkpoints) -> None:
@@ -104,8 +108,7 @@ def test_a_sequence_that_lacks_frames_gets_those_of_a_prompt_that_waits(checkpoi
     assert (len(long.completions[0].token_ids), engine.scheduler.preemptions) == (110, 0)
     engine.run()
     assert waiting.finished
-    assert idle(engine)
-    engine.close()
+    assert settled(engine)
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline", "interrupt", "close"])
@@ -139,8 +142,7 @@ def test_a_request_that_ends_while_it_waits_holds_nothing(end: str, checkpoint: 
     engine.run()
     assert running.finished
     assert waiting.finished
-    assert idle(engine)
-    engine.close()
+    assert settled(engine)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
@@ -188,8 +190,7 @@ def test_a_prompt_at_the_head_gets_the_frames_that_later_ones_hold(checkpoint: C
     engine.run()
     assert head.completions[0].cached_tokens == 192
     assert later.finished
-    assert idle(engine)
-    engine.close()
+    assert settled(engine)
 
 
 def test_a_prompt_on_its_way_delays_no_other_and_can_be_cancelled(checkpoint: Checkpoints) -> None:
@@ -207,9 +208,7 @@ def test_a_prompt_on_its_way_delays_no_other_and_can_be_cancelled(checkpoint: Ch
     engine.run()
     assert outputs([waiting]) == outputs([first])
     assert waiting.completions[0].cached_tokens == 96
-    engine.cache.tiers.quiesce()
-    assert idle(engine)
-    engine.cache.tiers.close()
+    assert settled(engine)
 
 
 def test_a_later_prompt_takes_no_frames_of_one_on_its_way(checkpoint: Checkpoints) -> None:
@@ -223,8 +222,7 @@ def test_a_later_prompt_takes_no_frames_of_one_on_its_way(checkpoint: Checkpoint
     engine.run()
     assert first.completions[0].cached_tokens == 96
     assert later.finished
-    assert idle(engine)
-    engine.close()
+    assert settled(engine)
 
 
 class Patient(Slow):
@@ -254,9 +252,7 @@ def test_a_sequence_that_lacks_a_frame_takes_those_of_the_last_fetch(checkpoint:
     engine.run()
     assert first.completions[0].cached_tokens == 96
     assert last.finished
-    engine.cache.tiers.quiesce()
-    assert idle(engine)
-    engine.close()
+    assert settled(engine)
 
 
 class Broken(HostTier):
@@ -283,9 +279,7 @@ def test_a_load_that_hangs_delays_no_step_and_only_its_own_frames_are_lacking(ch
     tier.may_load.set()
     engine.run()
     assert len(long.completions[0].token_ids) == 100
-    engine.cache.tiers.quiesce()
-    assert idle(engine)
-    assert engine.close()
+    assert settled(engine)
 
 
 def test_a_tier_that_fails_is_asked_once_for_a_prompt(checkpoint: Checkpoints) -> None:

@@ -70,8 +70,6 @@ def assert_equal(got: list[Any], want: list[Any], engine: Engine) -> None:
     assert idle(engine)
 
 
-# -- interrupts --------------------------------------------------------------------------------------------------------
-
 CALLS = (1, 2, 5, 12, 30, 80, 200)
 """The calls of a place that are interrupted: ever fewer, so that a restart that makes many calls ends, too."""
 LONG, BEAMS = replace(PARAMS, max_tokens=24), SamplingParams(max_tokens=16, num_beams=3)
@@ -235,9 +233,6 @@ def test_the_end_that_a_signal_handler_finds_or_makes_stays(checkpoint: Checkpoi
         assert (completion.error == "late") == (completion.finish_reason == "error")
 
 
-# -- one request -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -386,9 +381,6 @@ def test_load_beyond_the_limit_is_refused(checkpoint: Checkpoints) -> None:
             Limits(**wrong)
 
 
-# -- listeners ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", [1, 5], ids=["a piece", "the end"])
 def test_a_listener_that_raises_stop_iteration_ends_its_own_request(at: int, checkpoint: Checkpoints) -> None:
     """The iterators of Python take a StopIteration for their end."""
@@ -433,9 +425,6 @@ def test_a_listener_that_is_interrupted_at_each_call_is_told_of_its_end_twice(
     assert ends == ["", "", "length", "length"]
     assert raised == len(ends)
     assert [len(one.token_ids) for one in leaving.completions + other.completions] == [3, 3]
-
-
-# -- threads -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("each", [30, pytest.param(5000, marks=pytest.mark.slow)])

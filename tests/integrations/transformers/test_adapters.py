@@ -29,9 +29,6 @@ def has_our_layers(model: Any) -> bool:
     return any(isinstance(module, PagedLinear) for module in model.modules())
 
 
-# -- peft --------------------------------------------------------------------------------------------------------------
-
-
 def lora(*targets: str) -> Any:
     peft = pytest.importorskip("peft")
     return peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
@@ -113,9 +110,6 @@ def test_prompts_after_virtual_tokens_find_no_pages_of_prompts_without(kind: str
     assert known(handle.pool, handle.model) == 9 + 16
     handle.unpatch()
     assert tokens(model) == expected
-
-
-# -- accelerate --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,6 @@ def fill(handle: Patched, salt: bytes = b"") -> None:
         handle.model(PROMPT, **{CACHE: cache})
 
 
-# -- salts -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_prompt_finds_pages_of_its_own_salt_alone(patched: Patched) -> None:
     for number, salt in enumerate(SALTS):
         assert [known(patched, one) for one in SALTS] == [32] * number + [0] * (len(SALTS) - number)
@@ -81,9 +78,6 @@ def test_no_salt_names_what_another_salt_and_the_model_name_together(llama: Any)
                     named[salt, dtype] = identity_of(llama, salt)
     assert len(set(named.values())) == len(named) > 100
     assert identity_of(llama, b"") == identity_of(None, b"") == b""
-
-
-# -- forwards and hooks ------------------------------------------------------------------------------------------------
 
 
 def on_an_instance(model: Any, factor: float) -> None:
@@ -168,8 +162,6 @@ def test_a_model_in_training_mode_shares_no_pages_and_can_be_patched() -> None:
     handle.unpatch()
     assert tokens(model) == found
 
-
-# -- layers ------------------------------------------------------------------------------------------------------------
 
 LONG = prompts(70, (0,))["input_ids"]
 

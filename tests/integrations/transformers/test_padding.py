@@ -50,9 +50,6 @@ def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(one.equal(other) for one, other in zip(found, expected, strict=True))
 
 
-# -- tokens of the host ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "side"),
     [
@@ -188,9 +185,6 @@ def test_a_mask_that_no_one_gives_is_guessed_as_by_the_host(name: str, side: str
     handle.unpatch()
 
 
-# -- pages -------------------------------------------------------------------------------------------------------------
-
-
 def test_padding_on_any_side_is_not_stored(llama: Any, patched: Patched) -> None:
     ids = prompts(100, (0,))["input_ids"]
     for side in ("left", "right", "middle"):
@@ -214,9 +208,6 @@ def test_prompts_find_pages_of_padded_tokens_only_if_they_would_compute_the_same
         assert cache.find(packed) == (32 if name == "llama" else 0)
     assert model.generate(packed, **OPTIONS).equal(expected)
     handle.unpatch()
-
-
-# -- rows that see no token --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["right", "all"])
@@ -248,9 +239,6 @@ def test_sinks_take_the_weight_of_a_last_column_that_sees_no_token(side: str) ->
         assert equal(turns(model, cache, [mask, mask]), expected)
     assert equal(turns(model, None, [mask]), expected[:1])
     handle.unpatch()
-
-
-# -- the definitions ---------------------------------------------------------------------------------------------------
 
 
 def test_the_rules_of_padding_are_what_they_say_of_each_token() -> None:

@@ -45,9 +45,6 @@ def idle(handle: Patched) -> bool:
     return handle.pool.stats().mapped == 0 and not handle.pool.kv.has_plans
 
 
-# -- computed once -----------------------------------------------------------------------------------------------------
-
-
 def test_a_known_prefix_is_not_computed_again(llama: Any, patched: Patched) -> None:
     first, counter = prompts(40, (0, 0)), Counter(llama)
     llama.generate(**first, **OPTIONS)
@@ -88,9 +85,6 @@ def test_rows_with_windows_give_pages_back_and_begin_at_the_column_that_all_know
     assert idle(handle)
 
 
-# -- nothing wrong is shared -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("what", ["positions", "embeds"])
 def test_tokens_at_other_positions_or_without_ids_are_found_by_no_prompt(
     what: str, llama: Any, patched: Patched
@@ -112,9 +106,6 @@ def test_angles_that_change_with_the_length_share_no_pages() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert not Pool(LlamaConfig(rope_parameters=rope)).finds_prefixes
     assert Pool(LlamaConfig()).finds_prefixes
-
-
-# -- the host's own ways -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static"])
@@ -157,9 +148,6 @@ def test_quantised_pages_give_nearly_the_same_log_probabilities(kv_dtype: str) -
         with PagedCache(model.config, pool=handle.pool) as cache:
             found = model(**inputs, **{CACHE: cache}).logits[0].log_softmax(-1)
     assert 0 < (found - expected).abs().mean() < {"int8": 0.1, "fp8_e4m3": 0.4, "int4": 2.0}[kv_dtype]
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "gpt_oss"))])
@@ -230,9 +218,6 @@ def test_a_cache_is_taken_by_its_old_name_and_by_its_new_one(llama: Any, patched
     expected, before = llama.generate(**prompts(40, (0, 0)), **OPTIONS), counter.columns
     assert llama.generate(**prompts(40, (0, 0)), **OPTIONS, **{name: None}).equal(expected)
     assert counter.columns - before == 40 - 32 + 11  # None names no cache: two pages are known
-
-
-# -- errors, interrupts, threads ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("error", "at"), [(RuntimeError, 3), (KeyboardInterrupt, 12)])
@@ -338,9 +323,6 @@ def test_unpatch_keeps_a_wrapper_of_the_user(model: Any) -> None:
     assert model.generate is wrapper
     assert "_pagedkv" not in vars(model)
     model.generate(**prompts(8, (0,)), **OPTIONS)  # that of the host
-
-
-# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eager", "inductor"))])

@@ -42,9 +42,6 @@ def sentence_of(call: Callable[[], Any]) -> str:
     return sentence
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def forward(handle: Patched, **inputs: Any) -> Any:
     with PagedCache(handle.model.config, pool=handle.pool) as cache:
@@ -134,9 +131,6 @@ def test_offloaded_caches_are_refused_wherever_they_are_asked_for(
     assert '`cache_implementation="offloaded"` and its kin' in SECTION
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
@@ -194,9 +188,6 @@ def test_a_mistake_is_refused_in_a_sentence(mistake: str, llama: Any, patched: P
     assert part in sentence_of(lambda: call(llama, other))
     assert not other._forward_hooks
     assert not other._forward_pre_hooks
-
-
-# -- not refused -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

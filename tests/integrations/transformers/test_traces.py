@@ -19,9 +19,6 @@ from tests.integrations.transformers.families import model_of, prompts
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def storages(handle: Patched) -> list[StorageWeakRef]:
     """Return weak references to the memory of all pages, and of their scales."""
     kv = handle.pool.kv
@@ -86,8 +83,6 @@ def test_a_pool_of_the_user_outlives_unpatch_and_is_freed_by_close() -> None:
     assert is_freed(references)
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
-
 _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
                "_forward_pre_hooks_with_kwargs", "_backward_hooks")  # fmt: skip
 
@@ -125,8 +120,6 @@ def test_a_model_looks_as_before_after_unpatch(name: str) -> None:
     handle.unpatch()
     assert looks(model) == before
 
-
-# -- an import ---------------------------------------------------------------------------------------------------------
 
 IMPORT = """
 from transformers import masking_utils, modeling_utils
