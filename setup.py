@@ -7,8 +7,8 @@ install succeeds, and one line says what is missing and which kernels serve inst
 `pagedkv doctor` prints the same at run time.
 
 An editable install compiles the best instruction set of this machine and the portable one; wheels, and
-PAGEDKV_BUILD_SETS=all, compile all four. Objects of an editable install stay in build/objects, and only what changed
-is compiled again. build/compile_commands.json has the commands, for clangd.
+PAGEDKV_BUILD_SETS=all, compile all five, or those that the compiler knows. Objects of an editable install stay in
+build/objects, and only what changed is compiled again. build/compile_commands.json has the commands, for clangd.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16
 X86_FLAGS = {
     "avx512_bf16.cpp": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"],
     "avx512.cpp": AVX512,
+    "avx2_vnni.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
     "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
 }
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
@@ -91,6 +92,12 @@ def sets_of_this_machine(compiler: list[str]) -> list[str]:
     return [name for name, needed in macros.items() if all(f"#define {macro} " in native for macro in needed)][:1]
 
 
+def is_known(compiler: list[str], name: str) -> bool:
+    """Return whether the compiler knows the flags of a set: gcc 10 has no -mavxvnni."""
+    command = [*compiler[:1], *X86_FLAGS[name], "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 class OptionalBuild(build_ext):
     """A build_ext that prints a line if this machine cannot build the extension, and goes on."""
 
@@ -106,7 +113,7 @@ class OptionalBuild(build_ext):
                 kept = Path("build/objects") if self.for_checkout else None
                 if kept:
                     self.build_temp, self.force = str(kept), True  # objects that are up to date are not compiled again
-                sets = list(X86_FLAGS)
+                sets = [name for name in X86_FLAGS if is_known(self.compiler.compiler_so, name)]
                 if kept and os.environ.get("PAGEDKV_BUILD_SETS") != "all":
                     sets = sets_of_this_machine(self.compiler.compiler_so)
                 commands = Commands(sets, kept)

@@ -202,7 +202,7 @@ def test_a_checkout_compiles_the_set_of_this_machine_and_later_only_what_changed
     (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
     header = fresh / "csrc/cpu/isa/empty.inc"
     header.touch()
-    for name in ("avx2", "avx512", "avx512_bf16"):
+    for name in ("avx2", "avx2_vnni", "avx512", "avx512_bf16"):
         (header.parent / f"{name}.cpp").write_text('#include "isa/empty.inc"\n')
 
     def compiled(sets: str = "") -> tuple[int, set[str]]:
@@ -216,18 +216,18 @@ def test_a_checkout_compiles_the_set_of_this_machine_and_later_only_what_changed
 
     num_sets, made = compiled()
     assert num_sets <= 1
-    assert made == {"dummy", "avx2", "avx512", "avx512_bf16"}
+    assert made == {"dummy", "avx2", "avx2_vnni", "avx512", "avx512_bf16"}
     assert compiled() == (num_sets, set())
     num_sets, made = compiled("all")
-    assert num_sets == 3
+    assert num_sets == 4
     assert "dummy" not in made
     header.touch()
-    assert compiled("all") == (3, {"avx2", "avx512", "avx512_bf16"})
+    assert compiled("all") == (4, {"avx2", "avx2_vnni", "avx512", "avx512_bf16"})
     (fresh / "csrc/cpu/dummy.cpp").write_text("no C++")
     with pytest.raises(FileNotFoundError):  # the objects may have other flags now
         compiled()
     (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
-    assert compiled("all") == (3, {"dummy", "avx2", "avx512", "avx512_bf16"})
+    assert compiled("all") == (4, {"dummy", "avx2", "avx2_vnni", "avx512", "avx512_bf16"})
 
 
 def test_constraints_name_what_the_tests_need():

@@ -25,7 +25,7 @@ from pagedkv.core.warm import place
 _PACKAGES: Final = "torch numba numpy safetensors tokenizers triton cupy-cuda12x cupy-cuda13x transformers".split()
 
 _FEATURES: Final = """
-avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm
+avx2 fma f16c avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm
 """.split()
 """The CPU features that kernels may require."""
 

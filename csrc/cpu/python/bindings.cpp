@@ -19,6 +19,9 @@ const Isa* const ISAS[] = {
 #if defined(__x86_64__) && !defined(PAGEDKV_WITHOUT_AVX512)
     &avx512_isa,
 #endif
+#if defined(__x86_64__) && !defined(PAGEDKV_WITHOUT_AVX2_VNNI)
+    &avx2_vnni_isa,
+#endif
 #if defined(__x86_64__) && !defined(PAGEDKV_WITHOUT_AVX2)
     &avx2_isa,
 #endif

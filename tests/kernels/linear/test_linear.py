@@ -245,8 +245,9 @@ def test_only_the_tensors_are_read_and_written(native: cpu.Native, dtype: torch.
             assert int(around.isnan().sum()) == around.numel() - tokens * n
 
 
-def test_a_nan_stays_with_its_token(native: cpu.Native) -> None:
-    x, weights = numbers(6, 64, dtype=torch.bfloat16), numbers(8, 64, dtype=torch.bfloat16, seed=1)
+@each_kind
+def test_a_nan_stays_with_its_token(native: cpu.Native, kind: str) -> None:
+    x, weights = numbers(6, 64, dtype=torch.bfloat16), weights_of(kind, 8, 64, torch.bfloat16)
     x[4, 7] = float("nan")
     found = native.norm_gate_up(x, numbers(64, dtype=torch.bfloat16), weights, None, EPS, "silu")
     assert found[4].isnan().all()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 
 from pagedkv.kernels import cpu as extension
 from pagedkv.kernels.linear import Matrix, cpu
-from tests.kernels.linear.test_linear import DTYPES, EPS, isa, native, numbers, reference, wide
+from tests.kernels.linear.test_linear import DTYPES, EPS, compare, isa, native, numbers, reference, wide
 
 __all__ = ["isa", "native"]  # fixtures
 
@@ -80,6 +84,43 @@ def test_every_integer_in_every_column_is_multiplied(native: cpu.Native, dtype: 
         assert torch.equal(
             native.norm_linear(x, None, weights, None, EPS).float(), integers.float().T[first : first + 32]
         )
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_x_may_be_far_from_zero_and_have_tiny_groups(native: cpu.Native, dtype: torch.dtype, kind: str) -> None:
+    """AVX2 multiplies int4 + 8 and subtracts 8 times the sum of x."""
+    x, weights = 100.0 + numbers(3, 1344, dtype=dtype), matrix(34, 1344, kind)
+    compare(native.norm_linear, reference.norm_linear, x, None, weights, None, EPS, dtype=dtype)
+    if dtype != torch.float16:
+        x[:, 64:128] *= 1e-37
+        x[:, 128:192] = 0.0
+        compare(native.norm_linear, reference.norm_linear, x, None, weights, None, EPS, dtype=dtype)
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", KINDS)
+def test_avx_vnni_gives_the_bits_of_avx2(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "avx2_vnni" not in extension.extension().sets():
+        pytest.skip("not run: this processor has no AVX-VNNI, or the set is not compiled")
+    x, weights, found = numbers(11, 1344, dtype=torch.bfloat16), matrix(34, 1344, kind), []
+    for name in ("avx2_vnni", "avx2"):
+        monkeypatch.setenv("PAGEDKV_CPU_ISA", name)
+        found.append(cpu.Native().norm_linear(x, None, weights, None, EPS))
+    assert torch.equal(*found)
+
+
+@needs_extension
+@pytest.mark.skipif(not shutil.which("objdump"), reason="no objdump here")
+def test_the_set_of_avx_vnni_has_its_instruction() -> None:
+    """Processors without AVX-512 know only the form with a VEX prefix."""
+    path = Path(extension.extension().__file__)
+    if b"avx2_vnni" not in path.read_bytes():
+        pytest.skip("this build has no set avx2_vnni")
+    code = subprocess.run(["objdump", "-d", path], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert code.count("{vex} vpdpwssd") > 100
+    assert not re.search(r"\tvpdpwssd .*%ymm", code)
 
 
 @needs_extension
