@@ -47,9 +47,9 @@ ALSO = {
     #      MemoryManager, for those who hold their own tensors; the packages, not their parts
     "cli": {
         *("pagedkv.core", "pagedkv.core.policies", "pagedkv.core.replay", "pagedkv.core.warm"),
-        *("pagedkv.kernels.registry", "pagedkv.bench"),
+        *("pagedkv.kernels.registry", "pagedkv.kernels.threads", "pagedkv.bench"),
     },
-    #      for `replay`; the registry: `doctor` shows why a kernel cannot run here; and the runners of benchmarks
+    #      for `replay`; registry and threads: `doctor` shows why a kernel cannot run here, and the quota; benchmarks
 }
 """Single modules open to a layer; integrations and cli may import the public names from `pagedkv` too."""
 

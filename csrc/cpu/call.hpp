@@ -129,7 +129,7 @@ constexpr int64_t LINEAR_ROWS = 24;  // no walk makes the products of more rows 
 constexpr int64_t ROW_ROOM = 32;  // these products have room for ROW_ROOM (T + 1) floats, so for whole vectors
 
 struct LinearIsa {
-    void (*take)(const Linear&, char* scratch);  // norm x into a thread's scratch
+    void (*take)(const Linear&, int64_t first, int64_t end, char* scratch, char* spare);  // norm tokens of x
     void (*rows)(const Linear&, int64_t first, int64_t end, char* scratch);  // columns of the result
     void (*add_normed)(const AddNormed&, char* scratch);
     void (*norm_rotate)(const NormRotate&, int64_t first, int64_t end, char* scratch);  // rows (token, head of q or k)
@@ -139,8 +139,8 @@ struct Isa {
     const char* name;
     bool (*supported)();
     void (*attend)(const Attention&, const Unit&, const Scratch&, char* memory);
-    void (*merge)(
-        const Attention&, const Unit& first, int64_t parts, const Scratch&, char* memory);  // of consecutive partials
+    void (*merge)(const Attention&, const Unit&, int64_t k0, int64_t parts, const Scratch&,
+        char* memory);  // the unit's heads of consecutive partials, which hold the heads from k0 on
     void (*write)(const Write&, int64_t first, int64_t end);
     void (*gather)(const Gather&, int64_t first, int64_t end);  // rows
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)

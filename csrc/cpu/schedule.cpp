@@ -5,10 +5,12 @@
 //
 // A decode step's tile is one query with all kv heads, so that a unit walks whole frames. Keys are cut only where there
 // are too few units to keep every thread busy to the end: then a unit leaves partial states, and the unit of its group
-// that finishes last folds them, in the order of their keys. With split_tokens the chunks are given, and a unit folds
-// its own: the same sums in the same order on every thread, so neither the rest of the batch nor the number of threads
-// changes a bit. Threads take units from a common counter, the most expensive first where costs differ much (causal
-// tiles: the last tile sees most keys). Before a unit, a thread may copy pages of a tier (moves/spread.hpp).
+// that finishes last folds them, in the order of their keys. If many threads would wait for a long chain of states, the
+// team folds them in a second run, kv head by kv head. Heads are cut only where there are fewer chunks of keys than
+// threads. With split_tokens the chunks are given, and a unit folds its own: the same sums in the same order on every
+// thread, so neither the rest of the batch nor the number of threads changes a bit. Threads take units from a common
+// counter, the most expensive first where costs differ much (causal tiles: the last tile sees most keys), or each its
+// own, if there is one for each. Before a unit, a thread may copy pages of a tier (moves/spread.hpp).
 #include "schedule.hpp"
 
 #include <algorithm>
@@ -16,6 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -28,13 +31,48 @@ namespace {
 constexpr int64_t ROWS_PER_UNIT = 128;
 constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // so that q, o and scores of a tile's rows stay in L2
 constexpr int64_t UNITS_PER_THREAD = 4,
-                  LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
+                  LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that is folded
+constexpr int MANY_THREADS = 16;  // then each has one unit, where units of that size load all threads evenly
+constexpr int64_t LONG_CHAIN = 8;  // states; to fold fewer takes no longer than to have a team of many threads meet
+constexpr int FEW_THREADS = 8, FEW_TOKENS = 4;  // each of few threads norms x for itself; each thread, few tokens
 constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
 constexpr int64_t RUNS_OF_ROWS = 32;  // of a linear operation, for each thread: the last ones end together
 constexpr int64_t HEADS_PER_THREAD = 48;  // a head takes 0.2 us, to wake a team 3 us
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // less work than this is not worth another thread
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// In a cache line of its own.
+struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+};
+
+// Parts 0 .. count - 1 of a team's work, `step` at a time. A thread takes from its own range, so that it meets the same
+// memory in each call, and then helps with the others. To add to a counter in another core's cache takes ten times as
+// long as in its own: so a thread looks before it adds.
+class Parts {
+    const int64_t count, step, ranges, range;
+    Counter first;  // of the ranges; the small calls of one thread allocate nothing
+    std::vector<Counter> others;
+
+public:
+    Parts(int64_t count, int64_t step, int64_t ranges)
+        : count(count),
+          step(step),
+          ranges(ranges),
+          range(round_up((count + ranges - 1) / ranges, step)),
+          others(static_cast<size_t>(ranges - 1)) {}
+    // Call work(first part, end, parts that are left in the range) until all are taken.
+    template <class F>
+    void each(int thread, const F& work) {
+        for (int64_t i = 0; i < ranges; i++) {
+            int64_t owner = (thread + i) % ranges, begin = owner * range, end = std::min(begin + range, count), at;
+            std::atomic<int64_t>& taken = (owner ? others[static_cast<size_t>(owner - 1)] : first).value;
+            while (begin + taken.load(std::memory_order_relaxed) < end && (at = begin + taken.fetch_add(step)) < end)
+                work(at, std::min(at + step, end), std::max<int64_t>(0, end - at - step));
+        }
+    }
+};
 
 Scratch scratch_of(const Attention& a, const Unit& u) {
     Scratch scratch{};
@@ -72,6 +110,7 @@ struct Partition {
     std::vector<Unit> units;
     std::vector<Group> groups;
     int64_t partial_floats = 0, scratch_bytes = 0, cost = 0;
+    bool is_one_wave = false;  // each thread has one unit at most
 };
 
 struct Span {  // the keys that some queries can see
@@ -90,6 +129,8 @@ Span span_of(const Attention& a, int64_t b, int64_t i0, int64_t i1, int64_t righ
     return {std::min(low, std::max<int64_t>(high, 0)), std::max<int64_t>(high, 0)};
 }
 
+int64_t cost_of(const Unit& u, const Span& span) { return (span.high - span.low) * (u.k1 - u.k0) * (u.i1 - u.i0); }
+
 // Make the units that hold whole rows; keys are not cut yet.
 void whole_units(const Attention& a, Partition& partition) {
     int64_t G = a.H / a.K, per_tile = std::max<int64_t>(1, (a.D + a.Dv > MANY_DIMS ? MOST_ROWS / 2 : MOST_ROWS) / G);
@@ -104,21 +145,42 @@ void whole_units(const Attention& a, Partition& partition) {
                 int64_t k1 = std::min(a.K, k0 + heads), chunk = std::max<int64_t>(1, span.high);
                 Unit u{b, i0, i1, k0, k1, 0, 1, chunk, right, nullptr, -1};
                 partition.units.push_back(u);
-                partition.cost += (span.high - span.low) * (u.k1 - u.k0) * (i1 - i0);
+                partition.cost += cost_of(u, span);
                 partition.scratch_bytes = std::max(partition.scratch_bytes, scratch_of(a, u).bytes);
             }
         }
     }
 }
 
+// Cut kv heads where the keys make fewer units than `wanted` for all sequences.
+void cut_heads(const Attention& a, Partition& partition, int threads, int64_t wanted) {
+    std::vector<Unit> whole;
+    whole.swap(partition.units);
+    int64_t all_parts = 0;
+    bool is_even = true;
+    for (Unit u : whole) {
+        Span span = span_of(a, u.b, u.i0, u.i1, u.right);
+        int64_t units = (cost_of(u, span) * wanted + partition.cost - 1) / partition.cost, k1 = u.k1;
+        int64_t chunks = std::max<int64_t>(1, (span.high - span.low) / std::max(LEAST_CHUNK, a.split_tokens));
+        int64_t heads = std::max<int64_t>(1, (k1 - u.k0) / std::max<int64_t>(1, (units + chunks - 1) / chunks));
+        for (; u.k0 < k1; u.k0 += heads) {
+            u.k1 = std::min(k1, u.k0 + heads);
+            partition.units.push_back(u);
+            int64_t cost = cost_of(u, span) * threads, parts = std::max<int64_t>(1, cost / partition.cost);
+            all_parts += parts, is_even &= 4 * cost <= 5 * partition.cost * parts;
+        }
+    }
+    partition.is_one_wave = threads >= MANY_THREADS && is_even && all_parts <= threads;
+}
+
 // The number of units into which the keys of `u` are cut.
 int64_t parts_of(const Unit& u, const Span& span, const Partition& partition, int threads) {
     if (threads == 1) return 1;
-    int64_t cost = (span.high - span.low) * (u.k1 - u.k0) * (u.i1 - u.i0);
     int64_t most = threads * UNITS_PER_THREAD,
             target = std::max<int64_t>(1, (partition.cost + most - 1) / most);  // rounded up: no superfluous part
-    return std::clamp<int64_t>(
-        (cost + target - 1) / target, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
+    int64_t cost = cost_of(u, span), parts = (cost + target - 1) / target;
+    if (partition.is_one_wave) parts = cost * threads / partition.cost;
+    return std::clamp<int64_t>(parts, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
 }
 
 void cut_keys(const Attention& a, Partition& partition, int threads) {
@@ -172,52 +234,73 @@ void run_attention(const Isa& isa, const Attention& a, int threads) {
     whole_units(a, partition);
     int64_t bytes = partition.cost * (a.D + a.Dv) * 2;
     threads = static_cast<int>(std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, threads));
+    if (threads > FEW_THREADS) cut_heads(a, partition, threads, threads);
+    if (threads >= MANY_THREADS && !partition.is_one_wave)
+        cut_heads(a, partition, threads, threads * UNITS_PER_THREAD);
     cut_keys(a, partition, threads);
     place_partials(a, partition, reinterpret_cast<float*>(partials.of(4 * partition.partial_floats)));
     int64_t scratch_bytes = round_up(partition.scratch_bytes, 4096) + 256,
             count = static_cast<int64_t>(partition.units.size());
     char* memory = scratches.of(scratch_bytes * threads);
-    std::vector<std::atomic<int64_t>> arrived(partition.groups.size());
-    for (auto& counter : arrived) counter = 0;
-    std::atomic<int64_t> next{0};
+    std::vector<Counter> arrived(partition.groups.size());
+    const auto is_long = [&](const Group& group) { return threads >= MANY_THREADS && group.states >= LONG_CHAIN; };
+    std::vector<Unit> chains;  // of one kv head each
+    for (const Group& group : partition.groups) {
+        Unit u = partition.units[static_cast<size_t>(group.first_unit)];
+        for (int64_t end = u.k1; is_long(group) && u.k0 < end; u.k0++) u.k1 = u.k0 + 1, chains.push_back(u);
+    }
+    const auto fold = [&](const Unit& u, const Group& group, char* mine) {
+        const Unit& first = partition.units[static_cast<size_t>(group.first_unit)];
+        isa.merge(a, u, first.k0, group.states, scratch_of(a, first), mine);
+    };
+    Parts units(count, 1, count <= threads ? std::max<int64_t>(1, count) : 1);
     run_team(threads, [&](int thread) {
         char* mine = memory + thread * scratch_bytes;
-        for (int64_t i; (i = next++) < count;) {
+        units.each(thread, [&](int64_t i, int64_t, int64_t) {
             help_to_copy(threads, bytes / count * (count - 1 - i));
             const Unit& u = partition.units[static_cast<size_t>(i)];
-            Scratch scratch = scratch_of(a, u);
-            isa.attend(a, u, scratch, mine);
-            if (u.group < 0) continue;
+            isa.attend(a, u, scratch_of(a, u), mine);
+            if (u.group < 0) return;
             const Group& group = partition.groups[static_cast<size_t>(u.group)];
-            if (++arrived[static_cast<size_t>(u.group)] == group.units)
-                isa.merge(a, partition.units[static_cast<size_t>(group.first_unit)], group.states, scratch, mine);
-        }
+            if (!is_long(group) && ++arrived[static_cast<size_t>(u.group)].value == group.units)
+                fold(partition.units[static_cast<size_t>(group.first_unit)], group, mine);
+        });
+    });
+    if (chains.empty()) return;
+    count = static_cast<int64_t>(chains.size());
+    Parts parts(count, 1, std::min<int64_t>(count, threads));
+    run_team(static_cast<int>(std::min<int64_t>(count, threads)), [&](int thread) {
+        parts.each(thread, [&](int64_t i, int64_t, int64_t) {
+            const Unit& u = chains[static_cast<size_t>(i)];
+            fold(u, partition.groups[static_cast<size_t>(u.group)], memory + thread * scratch_bytes);
+        });
     });
 }
 
-// Cut 0 .. count - 1 into one run per thread: for work that costs the same everywhere.
-static void run_evenly(int64_t count, int threads, const std::function<void(int64_t, int64_t)>& work) {
-    std::atomic<int> next{0};  // not the team's index: it may have fewer threads than runs
-    run_team(threads, [&](int) {
-        for (int i; (i = next++) < threads;) work(count * i / threads, count * (i + 1) / threads);
+// Cut 0 .. count - 1 into one run per thread: for work(first, end, thread) that costs the same everywhere.
+template <class F>
+static void run_evenly(int64_t count, int threads, const F& work) {
+    Parts parts(count, std::max<int64_t>(1, (count + threads - 1) / threads), threads);
+    run_team(threads, [&](int thread) {
+        parts.each(thread, [&](int64_t first, int64_t end, int64_t) { work(first, end, thread); });
     });
 }
 
 void run_write(const Isa& isa, const Write& w, int64_t tokens, int threads) {
     threads = static_cast<int>(std::clamp<int64_t>(tokens * w.K * w.D * 4 / BYTES_PER_THREAD, 1, threads));
-    run_evenly(tokens, threads, [&](int64_t first, int64_t end) { isa.write(w, first, end); });
+    run_evenly(tokens, threads, [&](int64_t first, int64_t end, int) { isa.write(w, first, end); });
 }
 
 void run_gather(const Isa& isa, const Gather& g, int64_t rows, int threads) {
     threads = static_cast<int>(std::clamp<int64_t>(rows * g.K * g.D * 4 / BYTES_PER_THREAD, 1, threads));
-    run_evenly(rows, threads, [&](int64_t first, int64_t end) { isa.gather(g, first, end); });
+    run_evenly(rows, threads, [&](int64_t first, int64_t end, int) { isa.gather(g, first, end); });
 }
 
 void run_merge(const Isa& isa, const States& s, int threads) {
     int64_t rows = s.T * s.H, bytes = rows * s.Dv * (s.type == Dtype::f32 ? 12 : 6);
     if (!rows) return;
     threads = static_cast<int>(std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, threads));
-    run_evenly(rows, threads, [&](int64_t first, int64_t end) { isa.merge_states(s, first, end); });
+    run_evenly(rows, threads, [&](int64_t first, int64_t end, int) { isa.merge_states(s, first, end); });
 }
 
 void run_linear(const Isa& isa, const Linear& l, int threads) {
@@ -227,23 +310,29 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
     threads = static_cast<int>(std::clamp<int64_t>(streamed / BYTES_PER_THREAD, 1, threads));
     int64_t sums = round_up(l.T, 8) * LINEAR_ROWS * MAX_LANES;
     int64_t tail = std::max(3 * l.K, 3 * ROW_ROOM * (l.T + 1) + sums);
-    int64_t bytes = round_up(4 * (l.T * round_up(l.K, WHOLE) + tail), 4096) + 256;
-    char* memory = scratches.of(bytes * threads);
+    int64_t x_bytes = 4 * l.T * round_up(l.K, WHOLE), bytes = round_up(x_bytes + 4 * tail, 4096) + 256;
+    bool is_shared = l.norm && threads > FEW_THREADS && l.T > FEW_TOKENS;  // x is normed once, for all threads
+    char *memory = scratches.of(bytes * (threads + is_shared)), *shared = memory + bytes * threads;
     // A thread reads its range of rows, run by run, so that a stream of memory goes on; then it helps with others.
     int64_t unit = l.N < 4 * LINEAR_ROWS * threads ? MAX_LANES : LINEAR_ROWS;
     int64_t run = round_up(std::max<int64_t>(l.N / (RUNS_OF_ROWS * threads), 1), unit);
-    int64_t range = round_up((l.N + threads - 1) / threads, run);
-    std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(threads));
+    Parts runs(l.N, run, threads), tokens(l.T, 1, std::min<int64_t>(l.T, threads));
+    Counter normed;
     run_team(threads, [&](int thread) {
         char* mine = memory + thread * bytes;
-        isa.linear.take(l, mine);
-        for (int i = 0; i < threads; i++) {
-            int64_t owner = (thread + i) % threads, first = owner * range, end = std::min(first + range, l.N);
-            for (int64_t at; (at = first + taken[owner].fetch_add(run)) < end;) {
-                help_to_copy(threads, (end - at - run) * (streamed / l.N));
-                isa.linear.rows(l, at, std::min(at + run, end), mine);
-            }
+        if (!is_shared) isa.linear.take(l, 0, l.T, mine, mine + x_bytes);
+        else {
+            tokens.each(thread, [&](int64_t first, int64_t end, int64_t) {
+                isa.linear.take(l, first, end, shared, mine + x_bytes);
+                normed.value++;
+            });
+            while (normed.value < l.T) std::this_thread::yield();
+            std::memcpy(mine, shared, static_cast<size_t>(x_bytes));
         }
+        runs.each(thread, [&](int64_t first, int64_t end, int64_t left) {
+            help_to_copy(threads, left * (streamed / l.N));
+            isa.linear.rows(l, first, end, mine);
+        });
     });
 }
 
@@ -257,10 +346,8 @@ void run_norm_rotate(const Isa& isa, const NormRotate& h, int threads) {
     int64_t rows = h.T * (h.H + h.K), bytes = 16 * h.D + 256;
     threads = static_cast<int>(std::clamp<int64_t>(rows / HEADS_PER_THREAD, 1, threads));
     char* memory = scratches.of(bytes * threads);
-    std::atomic<int> next{0};
-    run_team(threads, [&](int thread) {
-        for (int i; (i = next++) < threads;)
-            isa.linear.norm_rotate(h, rows * i / threads, rows * (i + 1) / threads, memory + thread * bytes);
+    run_evenly(rows, threads, [&](int64_t first, int64_t end, int thread) {
+        isa.linear.norm_rotate(h, first, end, memory + thread * bytes);
     });
 }
 
@@ -279,7 +366,7 @@ void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies,
         from[static_cast<size_t>(i)] = source;
     }
     threads = static_cast<int>(std::clamp<int64_t>(count * bytes / BYTES_PER_THREAD, 1, threads));
-    run_evenly(count, threads, [&](int64_t first, int64_t end) {
+    run_evenly(count, threads, [&](int64_t first, int64_t end, int) {
         for (int64_t i = first; i < end; i++)
             std::memcpy(frames + frame(i, 1) * stride, from[static_cast<size_t>(i)], static_cast<size_t>(bytes));
     });
@@ -287,11 +374,11 @@ void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies,
 
 uint64_t run_read(const Isa& isa, const char* base, const int64_t* offsets, int64_t count, int64_t bytes, int threads) {
     std::atomic<uint64_t> sum{0};
-    std::atomic<int64_t> next{0};
-    run_team(threads, [&](int) {
-        int64_t runs = std::max<int64_t>(1, count / (threads * RUNS_PER_THREAD));
-        for (int64_t i; (i = next.fetch_add(runs)) < count;)
-            sum ^= isa.read(base, offsets + i, std::min(runs, count - i), bytes);
+    Parts runs(count, std::max<int64_t>(1, count / (threads * RUNS_PER_THREAD)), 1);
+    run_team(threads, [&](int thread) {
+        runs.each(thread, [&](int64_t first, int64_t end, int64_t) {
+            sum ^= isa.read(base, offsets + first, end - first, bytes);
+        });
     });
     return sum;
 }

@@ -23,15 +23,20 @@
 namespace pagedkv {
 namespace {
 
-// Two functions of an OpenMP runtime. LLVM's and Intel's runtimes offer GNU's `GOMP_parallel`, too.
+// Functions of an OpenMP runtime. LLVM's and Intel's runtimes offer GNU's `GOMP_parallel`, too.
 struct OpenMP {
     void (*parallel)(void (*)(void*), void*, unsigned threads, unsigned flags) = nullptr;
     int (*max_threads)() = nullptr;
-    // Look them up in a library and in the libraries that it was linked with. Returns whether both are there.
+    int (*thread)() = nullptr;
+    // Look them up in a library and in the libraries that it was linked with. Returns whether all are there.
     bool look_up(void* handle) {
-        void* found[] = {dlsym(handle, "GOMP_parallel"), dlsym(handle, "omp_get_max_threads")};
-        std::memcpy(&parallel, &found[0], sizeof parallel), std::memcpy(&max_threads, &found[1], sizeof max_threads);
-        return parallel && max_threads;
+        const auto find = [&](auto& to, const char* name) {
+            void* found = dlsym(handle, name);
+            std::memcpy(&to, &found, sizeof to);
+            return found;
+        };
+        return find(parallel, "GOMP_parallel") && find(max_threads, "omp_get_max_threads") &&
+            find(thread, "omp_get_thread_num");
     }
 };
 
@@ -132,30 +137,29 @@ public:
 
 // The threads that serve one calling thread. They share this object with it, and the last one deletes it.
 class Team : public std::enable_shared_from_this<Team> {
-    // A call: its number, how many threads may still begin (0: none), and how many work. In one word, so that a thread
-    // begins only while the call is open, and the caller sees every thread that has begun.
-    static constexpr uint64_t NUMBER = uint64_t{1} << 32, OPEN = 1 << 16, CLOSE = ~(NUMBER - OPEN);
-    alignas(64) std::atomic<uint64_t> call{0};
-    static uint64_t number(uint64_t call) { return call / NUMBER; }
-    static int open(uint64_t call) { return static_cast<int>(call % NUMBER / OPEN); }
-    static uint64_t working(uint64_t call) { return call % OPEN; }
-
+    // The part of a thread in a call. It begins only while it may, and the caller sees whether it has begun. Only these
+    // two use its cache line.
+    enum Turn { WAITS, MAY_BEGIN, WORKS, IS_LATE, ENDS };
+    struct Member : Waiting {
+        std::atomic<Turn> turn{WAITS};
+    };
     const Work* work = nullptr;
-    std::atomic<bool> ended{false};
     Waiting caller;
-    std::vector<std::unique_ptr<Waiting>> others;
+    std::vector<std::unique_ptr<Member>> others;
 
-    void serve(int thread, uint64_t seen, Waiting& self) {
+    void serve(int thread, Member& self) {
         for (Patience patience;;) {
-            self.until([&] { return number(call) != seen; }, patience.next());
-            if (ended) return;
-            uint64_t now = call;
-            while (thread < open(now) && !call.compare_exchange_weak(now, now + 1)) {}
-            seen = number(now);
-            if (thread >= open(now)) continue;
-            (*work)(thread);
-            uint64_t left = --call;
-            if (!open(left) && !working(left)) caller.wake();
+            self.until([&] { return self.turn != WAITS; }, patience.next());
+            Turn now = MAY_BEGIN;
+            if (self.turn.compare_exchange_strong(now, WORKS)) {
+                (*work)(thread);
+                self.turn = WAITS;
+                caller.wake();
+            } else if (now == ENDS) {
+                return;
+            } else {
+                self.turn.compare_exchange_strong(now, WAITS);
+            }
         }
     }
 
@@ -163,11 +167,11 @@ class Team : public std::enable_shared_from_this<Team> {
     int start(int threads) {
         threads = std::min(threads, MOST_THREADS);
         while (static_cast<int>(others.size()) + 1 < threads) {
-            others.push_back(std::make_unique<Waiting>());
+            others.push_back(std::make_unique<Member>());
             int thread = static_cast<int>(others.size());
             try {
-                std::thread([team = shared_from_this(), thread, seen = number(call), self = others.back().get()] {
-                    team->serve(thread, seen, *self);
+                std::thread([team = shared_from_this(), thread, self = others.back().get()] {
+                    team->serve(thread, *self);
                 }).detach();
             } catch (const std::system_error&) {
                 others.pop_back();
@@ -177,23 +181,24 @@ class Team : public std::enable_shared_from_this<Team> {
         return threads;
     }
 
-    void announce(uint64_t threads) {
-        call = (number(call) + 1) * NUMBER + threads * OPEN;
-        for (size_t i = 0; i + 1 < threads; i++) others[i]->wake();
+    void set(int count, Turn turn) {
+        for (int i = 0; i < count; i++) others[i]->turn = turn, others[i]->wake();
     }
 
 public:
     void run(int threads, const Work& given) {
         threads = start(threads);
         work = &given;
-        announce(static_cast<uint64_t>(threads));
+        set(threads - 1, MAY_BEGIN);
         given(0);
-        if (working(call &= CLOSE)) caller.until([&] { return !working(call); }, JOINING);
+        for (int i = 0; i + 1 < threads; i++) {
+            std::atomic<Turn>& turn = others[i]->turn;
+            Turn now = turn;
+            if (now == WAITS || (now == MAY_BEGIN && turn.compare_exchange_strong(now, IS_LATE))) continue;
+            caller.until([&] { return turn == WAITS; }, JOINING);
+        }
     }
-    void end() {
-        ended = true;
-        announce(others.size() + 1);
-    }
+    void end() { set(static_cast<int>(others.size()), ENDS); }
 };
 
 // The team of a calling thread. A child process has none of its threads: it starts others.
@@ -220,7 +225,7 @@ OpenMP openmp() {
 struct Shared {
     const Work& work;
     const int threads;
-    std::atomic<int> next{0};
+    int (*const thread)();
 };
 
 }  // namespace
@@ -230,11 +235,11 @@ void run_team(int threads, const Work& work) {
     if (OpenMP runtime = prefers_own ? OpenMP() : openmp(); runtime.parallel) {
         // Always as many threads as torch's loops have. When a team shrinks, OpenMP ends threads and must start others.
         int all = std::max(threads, runtime.max_threads());
-        Shared shared{work, threads};
+        Shared shared{work, threads, runtime.thread};
         runtime.parallel(
             [](void* data) {
                 Shared* s = static_cast<Shared*>(data);
-                if (int thread = s->next++; thread < s->threads) s->work(thread);
+                if (int thread = s->thread(); thread < s->threads) s->work(thread);
             },
             &shared, static_cast<unsigned>(all), 0);
         return;

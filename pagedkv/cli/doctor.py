@@ -21,6 +21,7 @@ from pagedkv import debug
 from pagedkv.cli import machine
 from pagedkv.cli.report import grid, size
 from pagedkv.core.warm import place
+from pagedkv.kernels.threads import QUOTA, num_threads
 
 _PACKAGES: Final = "torch numba numpy safetensors tokenizers triton cupy-cuda12x cupy-cuda13x transformers".split()
 
@@ -63,7 +64,7 @@ def _facts() -> dict[str, str]:
         **{name: installed.get(name, "not installed") for name in _PACKAGES},
         "torch": torch.__version__,  # with the build, which the metadata of wheels on PyPI leave out
         "cpu": _cpu(),
-        "threads": f"{torch.get_num_threads()} of torch; {machine.cores()} of {os.cpu_count()} cores may be used",
+        "threads": _threads(),
         "compiled code": place().removeprefix("compiled functions are "),
         "memory": f"{size(free)} available of {size(total)}",
         "huge pages": _huge_pages(),
@@ -74,6 +75,13 @@ def _facts() -> dict[str, str]:
             f"{device.name}, {size(device.total_memory)}, compute capability {device.major}.{device.minor}"
         )
     return facts
+
+
+def _threads() -> str:
+    """Return the threads of torch and of the kernels, and what limits them."""
+    limit = "" if QUOTA is None else f"; the cgroup has a quota of {QUOTA} CPUs"
+    cores = f"{machine.cores()} of {os.cpu_count()} cores may be used{limit}"
+    return f"{torch.get_num_threads()} of torch, {num_threads()} of the CPU kernels; {cores}"
 
 
 def _cpu() -> str:

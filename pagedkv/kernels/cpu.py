@@ -2,8 +2,8 @@
 
 This file knows the extension's functions and not how they compute (docs/explanation/cpu-kernels.md). One source per
 instruction set is compiled. The best set of this processor is used, unless PAGEDKV_CPU_ISA names another. The number of
-threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are those of torch's OpenMP team, or a
-team of the extension (csrc/cpu/team.hpp).
+threads is torch's (`torch.set_num_threads`), at most the quota of the cgroup, or PAGEDKV_NUM_THREADS. The threads are
+those of torch's OpenMP team, or a team of the extension (csrc/cpu/team.hpp).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, reference
 from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
-from pagedkv.kernels.threads import num_threads
+from pagedkv.kernels.threads import QUOTA, num_threads
 
 if TYPE_CHECKING:
     from pagedkv.kernels.case import Case
@@ -53,7 +53,8 @@ def _register_torch(*, by_table: bool = True) -> None:
 
     by_table: read tensors through DLPack's C functions where torch has them.
     """
-    _cpu.register_torch(torch.Tensor, by_table, torch.get_num_threads, torch.is_grad_enabled, OBSERVERS)
+    threads = num_threads if QUOTA else torch.get_num_threads  # a C function, where it will do
+    _cpu.register_torch(torch.Tensor, by_table, threads, torch.is_grad_enabled, OBSERVERS)
 
 
 _BOUND: Final = ("k", "v", "k_scale", "v_scale", "sinks", "alibi_slopes")
