@@ -74,6 +74,7 @@ static void absent_threads() {
         ids[thread] = pthread_self(), is_here[thread] = true;
         while (!thread && !(is_here[1] && is_here[2])) usleep(100);
     });
+    usleep(200000);  // they sleep: a thread that is held while it has a lock would hold the caller, too
     signal(SIGUSR1, stop);
     for (int i : {1, 2}) pthread_kill(ids[i], SIGUSR1);
     while (is_stopped < 2) usleep(100);
