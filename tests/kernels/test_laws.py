@@ -276,6 +276,19 @@ def test_every_byte_of_a_value_is_read_as_what_it_says(kind: str, runner: Runner
         assert torch.equal(out[wanted.isfinite()], wanted[wanted.isfinite()])
 
 
+@each_way
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_below_every_normal_float_count_as_nothing(dtype: str, heads: tuple[int, int], runner: Runner) -> None:
+    """Key t scores -t. A power of two that is made of exponent bits is garbage below 2^-126, about e^-87."""
+    case = Case(q_lens=(1,), kv_lens=(128,), heads=heads, dims=(64, 64), dtype=dtype)
+    built = case.build()
+    built.q.zero_()[..., 0] = 8
+    for page, frame in enumerate(built.batch.block_table[0, :8].tolist()):
+        built.layer.k[frame, :, 0, 0] = -torch.arange(16 * page, 16 * page + 16)
+    runner.check(case, built)
+
+
 @for_gpus
 @pytest.mark.parametrize("kv", ["fp8_e4m3", "int8/token_head"])
 def test_many_weights_far_below_the_largest_still_count(kv: str, runner: Runner) -> None:
