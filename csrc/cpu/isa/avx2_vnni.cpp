@@ -4,6 +4,7 @@
 #define PAGEDKV_AVX_VNNI
 #define PAGEDKV_ISA avx2_vnni_isa
 #define PAGEDKV_LINEAR_ISA avx2_vnni_linear
+#define PAGEDKV_STREAM_UNIT avx2_vnni_stream
 #define PAGEDKV_NAME "avx2_vnni"
 #define PAGEDKV_SUPPORTED                                                                                       \
     (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&       \

@@ -1,0 +1,2 @@
+#define PAGEDKV_STREAM
+#include "../isa/avx2_vnni.cpp"
