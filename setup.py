@@ -7,8 +7,9 @@ install succeeds, and one line says what is missing and which kernels serve inst
 `pagedkv doctor` prints the same at run time.
 
 An editable install compiles the best instruction set of this machine and the portable one; wheels, and
-PAGEDKV_BUILD_SETS=all, compile all five, or those that the compiler knows. Objects of an editable install stay in
-build/objects, and only what changed is compiled again. build/compile_commands.json has the commands, for clangd.
+PAGEDKV_BUILD_SETS=all, compile all that the compiler knows, and so does any install on Arm. Objects of an editable
+install stay in build/objects, and only what changed is compiled again. build/compile_commands.json has the commands,
+for clangd.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ X86_FLAGS = {
     "avx2_vnni.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
     "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
 }
+ARM_FLAGS = {"neon.cpp": ["-march=armv8.2-a+dotprod"], "neon_bf16.cpp": ["-march=armv8.2-a+dotprod+bf16"]}
+MACHINE = platform.machine().lower()
+SETS = X86_FLAGS if MACHINE in ("x86_64", "amd64") else ARM_FLAGS if MACHINE in ("aarch64", "arm64") else {}
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
 # gcc's own AVX-512 headers leave unread lanes undefined.
 FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
@@ -94,7 +98,7 @@ def sets_of_this_machine(compiler: list[str]) -> list[str]:
 
 def is_known(compiler: list[str], name: str) -> bool:
     """Return whether the compiler knows the flags of a set: gcc 10 has no -mavxvnni."""
-    command = [*compiler[:1], *X86_FLAGS[name], "-E", "-x", "c++", os.devnull]
+    command = [*compiler[:1], *SETS[name], "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
@@ -113,8 +117,8 @@ class OptionalBuild(build_ext):
                 kept = Path("build/objects") if self.for_checkout else None
                 if kept:
                     self.build_temp, self.force = str(kept), True  # objects that are up to date are not compiled again
-                sets = [name for name in X86_FLAGS if is_known(self.compiler.compiler_so, name)]
-                if kept and os.environ.get("PAGEDKV_BUILD_SETS") != "all":
+                sets = [name for name in SETS if is_known(self.compiler.compiler_so, name)]
+                if kept and SETS is X86_FLAGS and os.environ.get("PAGEDKV_BUILD_SETS") != "all":
                     sets = sets_of_this_machine(self.compiler.compiler_so)
                 commands = Commands(sets, kept)
                 self._compile_at_once(pool, commands)
@@ -153,15 +157,15 @@ class OptionalBuild(build_ext):
 class Commands:
     """The command of each source, and which objects of an earlier build are up to date.
 
-    sets: the sources of X86_FLAGS that are compiled    kept: the folder of the objects; None if none are kept
+    sets: the sources of SETS that are compiled    kept: the folder of the objects; None if none are kept
     """
 
     FILE = Path("build/compile_commands.json")
 
     def __init__(self, sets: list[str], kept: Path | None) -> None:
         self.kept = kept
-        self.x86 = {name: X86_FLAGS[name] for name in sets} if platform.machine().lower() in ("x86_64", "amd64") else {}
-        self.without = [f"-DPAGEDKV_WITHOUT_{Path(name).stem.upper()}" for name in X86_FLAGS if name not in sets]
+        self.sets = {name: SETS[name] for name in sets}
+        self.without = [f"-DPAGEDKV_WITHOUT_{Path(name).stem.upper()}" for name in SETS if name not in sets]
         self.now: dict[str, str] = {}
         self.before: dict[str, str] = {}
         if kept and self.FILE.exists():
@@ -171,7 +175,7 @@ class Commands:
     def flags_of(self, src: str) -> list[str]:
         """Return the flags that only this source has."""
         depends = ["-MMD"] if self.kept else []
-        return [*depends, *(self.without if src.endswith("bindings.cpp") else self.x86.get(Path(src).name, []))]
+        return [*depends, *(self.without if src.endswith("bindings.cpp") else self.sets.get(Path(src).name, []))]
 
     def is_done(self, obj: str, src: str, command: list[str]) -> bool:
         """Record the command, and return whether the object was made by it from files that are older."""

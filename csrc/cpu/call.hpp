@@ -148,6 +148,6 @@ struct Isa {
     const LinearIsa& linear;
 };
 
-extern const Isa portable_isa, avx2_isa, avx2_vnni_isa, avx512_isa, avx512_bf16_isa;
+extern const Isa portable_isa, avx2_isa, avx2_vnni_isa, avx512_isa, avx512_bf16_isa, neon_isa, neon_bf16_isa;
 
 }  // namespace pagedkv

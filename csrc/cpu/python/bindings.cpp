@@ -25,6 +25,12 @@ const Isa* const ISAS[] = {
 #if defined(__x86_64__) && !defined(PAGEDKV_WITHOUT_AVX2)
     &avx2_isa,
 #endif
+#if defined(__aarch64__) && defined(__linux__) && !defined(PAGEDKV_WITHOUT_NEON_BF16)
+    &neon_bf16_isa,
+#endif
+#if defined(__aarch64__) && defined(__linux__) && !defined(PAGEDKV_WITHOUT_NEON)
+    &neon_isa,
+#endif
     &portable_isa, nullptr,
 };
 

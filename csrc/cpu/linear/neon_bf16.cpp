@@ -1,0 +1,2 @@
+#define PAGEDKV_LINEAR
+#include "../isa/neon_bf16.cpp"
