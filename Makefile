@@ -18,6 +18,8 @@ SELECT ?= not gpu and not slow
 VLLM   ?= 0.32.0
 VLLM_NEXT ?= 0.33.0
 VLLM_TESTS ?= tests/integrations/vllm
+ARM_TESTS ?= tests/kernels/linear/test_linear.py tests/kernels/test_conformance.py -m 'not slow' \
+	-k 'not conformance or cpu-cpu and not cpu-cpu-'
 RAY    ?= 2.59.0
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
 NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
@@ -41,7 +43,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
+.PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm test-arm \
 	test-vllm-next test-nano-vllm test-models models compiled vllm-env check style types manual bench bench-check \
 	gpu gpu-kit gpu-sanitize docs wheel constraints clean FORCE
 
@@ -129,6 +131,9 @@ test-tiers: $(STAMPS)/dev compiled ## tiers below the pool with their slow tests
 	@$(PIP) 'moto[server]'  # not as constrained: it needs an older python-dateutil
 	@$(PYTEST) -m "not gpu" tests/tiers tests/engine/step/test_tiers.py tests/engine/step/test_tier_interrupts.py \
 		tests/cli/test_tiers.py tests/integrations/test_sglang.py
+
+test-arm: $(BIN)/python ## kernels for 64-bit Arm: compiled here, run under qemu (Debian 12; ten minutes)
+	@PIP='$(BIN)/python -m pip --disable-pip-version-check' scripts/arm.sh $(ARM_TESTS)
 
 test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLLM: where its sources are cloned from)
 	@$(PIP) xxhash

@@ -7,7 +7,7 @@
 |                      | 2        | as 1, and unmapped frames are filled with NaN, planned slots are proven distinct   |
 |                      | 3        | as 2, and `check()` proves I1-I9 after every commit; errors name the last callers  |
 | PAGEDKV_KERNELS      | a name   | the backend for calls that name none, or "auto"                                    |
-| PAGEDKV_CPU_ISA      | a name   | the instruction set of `cpu`: avx512_bf16, avx512, avx2_vnni, avx2 or portable     |
+| PAGEDKV_CPU_ISA      | a name   | the instruction set of `cpu`, such as avx512, avx2, neon or portable               |
 | PAGEDKV_NUM_THREADS  | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
 | PAGEDKV_CACHE_DIR    | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
 | PAGEDKV_BACKGROUND   | 0        | no other process compiles what a step calls; the first calls do (the default is 1) |

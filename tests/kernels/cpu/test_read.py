@@ -21,7 +21,7 @@ def test_a_read_has_all_whole_vectors_of_each_run(isa: str, num_bytes: int) -> N
     order = np.array([3, 0, 4], np.int64)
     starts = order * runs.strides[0]
     found = cpu.extension().read(isa, 1, runs.ctypes.data, starts.ctypes.data, len(starts), num_bytes)
-    width = 16 if isa == "portable" else 32 if "avx2" in isa else 64
+    width = 16 if isa == "portable" or "neon" in isa else 32 if "avx2" in isa else 64
     whole = runs[order, : num_bytes // width * width // 8]
     assert found == np.bitwise_xor.reduce(whole, axis=None)
 

@@ -1,0 +1,45 @@
+#!/bin/bash
+# Build the extension for 64-bit Arm on an x86 Debian, and run tests of it under qemu: scripts/arm.sh PYTEST_ARGUMENT...
+# build/arm has an aarch64 Python of Debian, wheels, and objects. PIP: a pip of any Python.
+#
+# torch 2.8 is the last release whose aarch64 wheel on PyPI is a small CPU build. qemu has SDOT and BFDOT.
+set -e -o pipefail
+WHEELS='filelock|fsspec|hypothesis|iniconfig|jinja2|llvmlite|markupsafe|mpmath|networkx|numba|numpy|packaging|pluggy'
+WHEELS="$WHEELS|pybind11|pygments|pytest|setuptools|sortedcontainers|sympy|typing[_-]extensions|xxhash"
+
+for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do
+    command -v $tool >/dev/null || { echo "no $tool: apt-get install g++-aarch64-linux-gnu qemu-user-static"; exit 1; }
+done
+grep -q bookworm /etc/os-release || { echo "this needs Debian 12: its Python 3.11 for Arm is used"; exit 1; }
+mkdir -p build/arm/part
+cd build/arm
+here=$PWD
+
+if [ ! -d root ]; then  # packages of another architecture, without a change of this system
+    rm -rf part apt && mkdir -p apt/state/lists/partial apt/cache/archives/partial && touch apt/status
+    cat >apt.conf <<END
+APT::Architecture "arm64"; APT::Architectures { "arm64"; };
+Dir::State "$here/apt/state"; Dir::State::status "$here/apt/status"; Dir::Cache "$here/apt/cache";
+END
+    export APT_CONFIG=$here/apt.conf
+    apt-get -qq update
+    apt-get -qq install --download-only --yes --no-install-recommends python3.11 libpython3.11-dev libgomp1 >/dev/null
+    unset APT_CONFIG
+    for package in apt/cache/archives/*.deb; do dpkg -x "$package" part; done
+    mv part root && rm -r apt
+fi
+if [ ! -d site ]; then
+    grep -iE "^($WHEELS)==" ../../scripts/constraints.txt >wheels.txt
+    rm -rf part && $PIP install -qq --no-deps --target part --only-binary :all: --python-version 3.11 \
+        $(printf -- '--platform manylinux_2_%s_aarch64 ' 28 27 17) --platform manylinux2014_aarch64 \
+        torch==2.8.0 -r wheels.txt
+    mv part site
+fi
+
+cd ../..
+export QEMU_LD_PREFIX=$here/root QEMU_CPU=max PYTHONPATH=$here/site:$PWD OMP_NUM_THREADS=1 PAGEDKV_DEBUG=3
+python="qemu-aarch64-static $here/root/usr/bin/python3.11"
+CPPFLAGS="-I$here/root/usr/include -I$here/root/usr/include/python3.11" \
+    $python setup.py -q build_ext --build-lib build/arm/lib --build-temp build/arm/objects
+cp build/arm/lib/pagedkv/kernels/_cpu.*.so pagedkv/kernels
+exec $python -m pytest --quiet -p no:cacheprovider "$@"
