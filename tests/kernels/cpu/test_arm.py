@@ -11,13 +11,10 @@ import pytest
 
 COMPILER = shutil.which("aarch64-linux-gnu-g++")
 SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
-FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-w", "-S", "-x", "c++", "-", "-o", "-")
+FLAGS = "-O3 -std=c++17 -ffp-contract=fast -fno-math-errno -w -S -x c++ - -o - -DPAGEDKV_NEON"
+BFDOT = "-march=armv8.2-a+dotprod+bf16 -DPAGEDKV_NEON_BF16"
 HEAD = """
 #include "call.hpp"
-#define PAGEDKV_NEON
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define PAGEDKV_NEON_BF16
-#endif
 #include <arm_neon.h>
 namespace pagedkv { namespace {
 #include "isa/vectors.inc"
@@ -45,9 +42,9 @@ LINEAR = """void loop(const char* w, int64_t stride, const float* x, int64_t x_s
 }"""
 
 
-def longest_loop(source: str, architecture: str) -> list[str]:
+def longest_loop(source: str, flags: str) -> list[str]:
     """Return the mnemonics of the innermost loop with the most instructions."""
-    command = [str(COMPILER), *FLAGS, "-march=" + architecture, f"-I{SOURCES}"]
+    command = [str(COMPILER), *FLAGS.split(), *flags.split(), f"-I{SOURCES}"]
     text = subprocess.run(command, input=HEAD + source + "}", stdout=subprocess.PIPE, text=True, check=True).stdout
     lines = [line.strip() for line in text.splitlines()]
     places = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L\d+:", line)}
@@ -63,17 +60,16 @@ def longest_loop(source: str, architecture: str) -> list[str]:
 
 @pytest.mark.skipif(not COMPILER, reason="no aarch64-linux-gnu-g++ here: apt-get install g++-aarch64-linux-gnu")
 @pytest.mark.parametrize(
-    ("source", "architecture", "product", "limit"),
+    ("source", "flags", "product", "limit"),
     [
-        pytest.param(KEYS, "armv8.2-a+dotprod+bf16", "bfdot", 20, id="8 dims, 2 keys, 4 rows"),
-        pytest.param(VALUES, "armv8.2-a+dotprod+bf16", "bfdot", 26, id="8 dims, 2 values, 4 rows"),
-        pytest.param(LINEAR, "armv8-a", "fmla", 38, id="8 columns, 4 rows, 2 tokens, without BFDOT"),
+        pytest.param(KEYS, BFDOT, "bfdot", 20, id="8 dims, 2 keys, 4 rows"),
+        pytest.param(VALUES, BFDOT, "bfdot", 26, id="8 dims, 2 values, 4 rows"),
+        pytest.param(LINEAR, "", "fmla", 38, id="8 columns, 4 rows, 2 tokens, without BFDOT"),
     ],
 )
-def test_loops_over_bfloat16_have_few_instructions(source: str, architecture: str, product: str, limit: int) -> None:
+def test_loops_over_bfloat16_have_few_instructions(source: str, flags: str, product: str, limit: int) -> None:
     """A limit is for 64 products: 8 BFDOT of 8, or 16 FMLA of 4."""
-    loop = longest_loop(source, architecture)
+    loop = longest_loop(source, flags)
     products = loop.count(product) * (8 if product == "bfdot" else 4)
-    assert products % 64 == 0
-    assert products
+    assert products >= 64
     assert len(loop) / (products / 64) <= limit, loop
