@@ -12,12 +12,8 @@ LAWS = "test_laws.py"
 IDENTITY, STEPS, GROUPS = "prefix/test_identity.py", "tables/test_steps.py", "tables/test_layer_groups.py"
 OPENING = "spaces/test_opening.py"
 WINDOWED = "tables/test_windowed_leader.py"
-ORDER, TENANTS, RESIZE, EVENTS = (
-    "pool/test_eviction_order.py",
-    "pool/test_tenants.py",
-    "tables/test_resize.py",
-    "prefix/test_events.py",
-)
+ORDER = f"{WINDOWED} -k prefix"
+TENANTS, RESIZE, EVENTS = "pool/test_tenants.py", "tables/test_resize.py", "prefix/test_events.py"
 
 POOL_LAWS, POOL_KEYS, POOL_MACHINE = (f"frame_pool/test_pool_{name}.py" for name in ("laws", "keys", "machine"))
 
@@ -360,7 +356,7 @@ FAULTS = (
         "tables/page_tables.py",
         "    publish_pages(s, pin)\n",
         "",
-        "test_pins.py",
+        f"{LAWS} -k computed_twice",
     ),
     Fault(
         "a prompt that is looked up finds what open maps: whole pages alone",
@@ -423,21 +419,21 @@ FAULTS = (
         "tables/steps.py",
         "        rejected = starts[i] + accepted[i] < ends[i] and not keep\n",
         "        rejected = starts[i] + accepted[i] < ends[i]\n",
-        "tables/test_kept_plans.py",
+        STEPS,
     ),
     Fault(
         "a plan that is kept begins behind its committed tokens: it begins where it began",
         "tables/steps.py",
         "            starts[i] += accepted[i]\n",
         "            pass\n",
-        "tables/test_kept_plans.py",
+        STEPS,
     ),
     Fault(
         "the source of a copy is unpinned once: again when the rest of its plan is settled",
         "tables/steps.py",
         "        longs[STATUS], longs[NUM_COPIES] = PARTLY, 0\n",
         "        longs[STATUS] = PARTLY\n",
-        "tables/test_kept_plans.py",
+        STEPS,
     ),
     Fault(
         "a plan that is given up returns its frames: it keeps them",

@@ -10,14 +10,19 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import pytest
 
 from pagedkv.core import AddressSpace, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
 from pagedkv.core.prefix.events import AllBlocksCleared, BlockStored, Event
 from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
+from tests.core.frame_pool import oracle as pools
 
 Salts = tuple[tuple[int, bytes], ...]
 Prefix = tuple[bytes, tuple[int, ...], int, Salts]
@@ -48,6 +53,11 @@ class Outstanding:
     tokens: list[list[int]]
     starts: list[list[int]]  # the tokens of each space before this plan
     has_run: bool = False
+
+    @property
+    def writers(self) -> set[Believed]:
+        """The spaces that get tokens."""
+        return {owner for owner, new in zip(self.owners, self.tokens, strict=True) if new}
 
 
 @dataclass(eq=False)
@@ -358,6 +368,16 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
         s.log.tobytes(),
         reg.tobytes(),
     )
+
+
+@contextmanager
+def refused(pool: Any, error: Any, match: str | None = None) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """Expect that a call of a manager or a frame pool is refused, and that it changes nothing."""
+    numbers = everything if isinstance(pool, MemoryManager) else pools.everything
+    before = numbers(pool)
+    with pytest.raises(error, match=match) as raised:
+        yield raised
+    assert numbers(pool) == before
 
 
 def grown(

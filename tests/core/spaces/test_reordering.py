@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.core import Group, MemoryManager
 from pagedkv.errors import InvalidRequest, PlanConflict, StaleHandle
-from tests.core.oracle import everything, grown
+from tests.core.oracle import grown, refused
 
 
 @pytest.mark.parametrize("groups", [(Group(),), (Group(), Group(window=4))])
@@ -45,13 +45,11 @@ def test_a_beam_that_ends_gives_its_frames_back_and_its_handle_is_stale(mm: Memo
 def test_all_beams_are_reordered_or_none(mm: MemoryManager) -> None:
     beams = [grown(mm, [beam] * 7) for beam in range(3)]
     plan = mm.plan([beams[1]], [1])
-    before = everything(mm)
-    with pytest.raises(PlanConflict, match="reorder of address space"):
+    with refused(mm, PlanConflict, "reorder of address space"):
         mm.reorder(beams, [1, 1, 0])
     for index in ([0, 3], [-1], [True]):
-        with pytest.raises(InvalidRequest):
+        with refused(mm, InvalidRequest):
             mm.reorder(beams, index)
-    assert everything(mm) == before
     assert mm.reorder(beams, [1]) == [beams[1]]  # moved, with its plan
     mm.commit(plan, [9])
     assert beams[1].token_ids.tolist() == [1] * 7 + [9]
