@@ -42,6 +42,15 @@ class Interrupter:
         return self._step
 
 
+def interrupted(at: int, work: Callable[[], Any]) -> str:
+    """Run `work` up to its instruction with number `at`. Return the place, or "no instruction" if it has fewer."""
+    try:
+        Interrupter(at).run(work)
+    except KeyboardInterrupt as why:
+        return str(why)
+    return "no instruction"
+
+
 def count_instructions(work: Callable[[], Any]) -> int:
     """Return how many instructions of the package `work` runs."""
     counter = Interrupter()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,13 +93,10 @@ def test_files_that_are_cut_short_while_they_are_in_use_cost_their_pages(tmp_pat
 def test_seals_that_cannot_be_written_hide_all_pages_from_later_processes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
     tier = DiskTier(folder, "1MiB")
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fails)
+        patch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         world.cache.forget()
     assert tier.stats().pages == 0
     world.cache.tiers.close()
@@ -148,34 +146,26 @@ def test_a_process_that_is_killed_leaves_no_torn_page(seed: int, tmp_path: Path)
         found += world.fetched(ids)
     assert found > 0
     assert tier.stats().corrupt == 0
-    world.cache.tiers.close()
 
 
 def test_a_disk_that_is_full_costs_only_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     tier = DiskTier(tmp_path, "1MiB")
     world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier]))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         world.store(IDS)
     assert (tier.stats().failed, tier.stats().stored, tier.stats().pages) == (PAGES, 0, 0)
     world.store(IDS[:9] + [7] * 30)
     assert tier.stats().stored > 0
-    world.cache.tiers.close()
 
 
 @pytest.mark.parametrize("fails", [(threading.Thread, "start"), (os, "posix_fallocate"), (os, "ftruncate")])
 def test_a_tier_that_could_not_begin_leaves_its_folder_to_others(
     fails: tuple[object, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fault(*_: object) -> None:
-        raise OSError(errno.EIO, "no such luck")
-
     num_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(*fails, fault)
+        patch.setattr(*fails, Mock(side_effect=OSError(errno.EIO, "no such luck")))
         with pytest.raises(OSError, match="no such luck"):
             PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")])
     assert len(os.listdir("/proc/self/fd")) == num_open
@@ -206,7 +196,6 @@ def test_a_page_that_is_written_while_the_tiers_forget_is_not_sealed(
     while tier._mover.num_pages:
         time.sleep(0.001)
     assert not tier._seals["serial"].any()  # and a process that is killed now leaves no page of the old weights
-    world.cache.tiers.close()
 
 
 @pytest.mark.parametrize("verb", ["commit", "forget"])
@@ -236,7 +225,6 @@ def test_a_disk_that_hangs_while_a_seal_is_written_keeps_no_caller(
     assert all(was_let_go)
     again = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]))
     assert again.cache.fetch([7, *IDS]).asked == (40 if verb == "commit" else 0)
-    again.cache.tiers.close()
 
 
 @pytest.mark.parametrize("closes", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import hashlib
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Ti
 from pagedkv.tiers.checksum import checksum
 from pagedkv.tiers.fetch import Fetch
 from pagedkv.tiers.pool_view import Numbers
-from tests.interrupts import Interrupter, count_instructions
+from tests.interrupts import count_instructions, interrupted
 from tests.tiers.world import IDS, PAGES, SPEC, Stubborn, World, evicted
 
 
@@ -65,7 +65,6 @@ def test_five_methods_make_a_tier_and_forget_hides_its_pages() -> None:
     assert world.fetched(IDS) == 40
     world.cache.forget()
     assert world.cache.fetch(IDS).asked == 0  # though the tier has dropped nothing: the names are others now
-    world.cache.tiers.close()
 
 
 def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_while(
@@ -106,7 +105,6 @@ def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.
     assert fetch.wait(300)
     assert world.cache.tiers.quiesce(300)
     assert world.fetched(IDS) == 40
-    world.cache.tiers.close()
 
 
 def test_a_page_that_one_tier_cannot_give_comes_from_the_next(tmp_path: Path) -> None:
@@ -118,7 +116,6 @@ def test_a_page_that_one_tier_cannot_give_comes_from_the_next(tmp_path: Path) ->
     assert (fetch.tokens, fetch.source) == (40, {"host": PAGES, "disk": PAGES})
     assert world.check_found(IDS) == 40
     assert world.cache.tiers.stats()["host"].failed == PAGES
-    world.cache.tiers.close()
 
 
 class Rude(Five):
@@ -180,7 +177,6 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
     assert world.cache.tiers.flush(300)
     assert tier.stats().changed >= 1
     assert world.fetched(IDS) < 40
-    world.cache.tiers.close()
 
 
 def test_a_load_that_hangs_ends_at_its_deadline_and_its_frames_wait_for_it() -> None:
@@ -197,7 +193,6 @@ def test_a_load_that_hangs_ends_at_its_deadline_and_its_frames_wait_for_it() -> 
     assert cache.stats().mapped == 0
     cache.check()
     assert world.fetched(IDS) == 40
-    cache.tiers.close()
 
 
 def test_a_cancelled_fetch_is_done_at_once_and_a_lost_one_gives_its_frames_back() -> None:
@@ -209,7 +204,6 @@ def test_a_cancelled_fetch_is_done_at_once_and_a_lost_one_gives_its_frames_back(
     world.cache.tiers.quiesce()
     assert world.cache.stats().mapped == 0
     world.check_found(IDS)
-    world.cache.tiers.close()
 
 
 def test_frames_that_a_load_still_writes_at_the_close_come_back_when_it_has_ended() -> None:
@@ -235,11 +229,6 @@ def test_a_fetch_that_forget_ends_has_no_tokens(monkeypatch: pytest.MonkeyPatch)
     stubborn.may_load.set()
     assert world.cache.tiers.quiesce(300)
     assert (fetch.tokens, world.check_found(IDS)) == (0, 0)
-    world.cache.tiers.close()
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 class Interrupted(Stubborn):
@@ -284,7 +273,7 @@ def test_pages_and_frames_of_an_interrupted_call_come_back_without_a_collection(
     gc.disable()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, interrupt)
+            patch.setattr(owner, name, Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 call(world)
         world.cache.recover()
@@ -294,7 +283,6 @@ def test_pages_and_frames_of_an_interrupted_call_come_back_without_a_collection(
     world.cache.evict(16)
     world.store([7, *IDS])
     assert host.stats().pages == 2 * PAGES
-    world.cache.tiers.close()
 
 
 def life(world: World, hold: bool) -> None:
@@ -314,8 +302,7 @@ def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int) -> None:
     for at in [draw.randrange(1, total) for _ in range(4)]:
         world.cache.tiers.close()
         world = evicted(HostTier("1MiB"))
-        with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(partial(life, world, hold))
+        interrupted(at, partial(life, world, hold))
         deadline = time.monotonic() + 300
         while world.cache.tiers.num_pending or world.cache.tiers.num_fetches:
             world.cache.tiers.pump(0.001)
@@ -326,7 +313,6 @@ def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int) -> None:
         assert world.cache.stats().mapped == 0
         life(world, hold)
         assert world.cache.stats().mapped == 0
-    world.cache.tiers.close()
 
 
 def test_prompts_with_one_prefix_load_it_once() -> None:
@@ -350,7 +336,6 @@ def test_prompts_with_one_prefix_load_it_once() -> None:
     host.may_load.set()
     assert first.wait(300)
     assert first.tokens == 40
-    world.cache.tiers.close()
 
 
 def test_the_first_quota_of_a_tenant_charges_what_it_has_stored_and_keeps_the_last_used(tmp_path: Path) -> None:
@@ -391,4 +376,3 @@ def test_what_came_back_is_stored_and_what_came_once_is_not() -> None:
     world.cache.evict(16)
     world.store(IDS)
     assert 1 <= tier.stats().stored <= PAGES  # some are forgotten: a small pool remembers few, see index.remember
-    world.cache.tiers.close()

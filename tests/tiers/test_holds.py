@@ -51,7 +51,6 @@ def test_held_pages_outlive_prompts_that_evict_others() -> None:
         others(world)
         assert world.cache.lookup(PROMPT) == 0
         world.cache.check()
-        world.cache.tiers.close()
 
 
 def test_a_plan_that_lacks_frames_takes_the_pages_that_were_held_last() -> None:

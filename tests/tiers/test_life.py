@@ -100,7 +100,6 @@ def test_a_fetch_that_is_under_way_is_found_by_nobody() -> None:
     tier.may_load.set()
     assert fetch.wait(300)
     assert world.check_found(IDS) == 40
-    cache.tiers.close()
 
 
 def test_a_prompt_is_hashed_once_though_it_waits_for_another_one_and_looks_again(
@@ -117,4 +116,3 @@ def test_a_prompt_is_hashed_once_though_it_waits_for_another_one_and_looks_again
     assert all(fetch.wait(300) for fetch in fetches)
     assert [fetch.tokens for fetch in fetches] == [40, 40]
     assert len(hashed) == 20
-    world.cache.tiers.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 
 import pagedkv.tiers.mover
 from pagedkv.tiers.mover import Mover, Task
-from tests.interrupts import Interrupter, count_instructions
+from tests.interrupts import count_instructions, interrupted
 
 
 def _task(
@@ -64,8 +63,7 @@ def test_an_interrupted_owner_stops_no_thread(call: str) -> None:
 
     mover, ran = Mover("test", 2), list[int]()
     for at in range(1, count_instructions(work) + 1):
-        with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(work)
+        interrupted(at, work)
         for is_next in (False, True):
             if is_next:
                 mover.put(_task(5, ran, urgent=False))

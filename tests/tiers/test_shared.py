@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,9 +19,9 @@ from pagedkv.tiers.checksum import Bytes, checksum
 from pagedkv.tiers.shared import objects
 from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Records
 from pagedkv.tiers.shared.tier import SharedTier, _Asker
-from tests.interrupts import Interrupter, count_instructions
+from tests.interrupts import count_instructions, interrupted
 from tests.tiers.stores import KINDS, S3, Memory, MemoryClient, Mooncake, Objects, Redis, Store
-from tests.tiers.world import IDS, PAGES, SIZE, SPEC, World
+from tests.tiers.world import IDS, PAGES, SIZE, SPEC, World, close_all
 
 KEY = b"a secret of 16 bytes and more"
 
@@ -31,6 +31,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(objects, "LISTED_EVERY", 0.0)
     made = KINDS[request.param](tmp_path)
     yield made
+    close_all()
     made.close()
 
 
@@ -67,25 +68,18 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def closed(*worlds: World) -> None:
-    for each in worlds:
-        each.cache.tiers.close()
-
-
 def test_one_cache_finds_what_another_has_stored(store: Store) -> None:
     one, two = stored(store), world(store.client())
     assert fetched(two) == PAGES * SIZE
     assert two.cache.tiers.stats()["shared"].loaded == PAGES
     two.cache.evict(16)
-    closed(one)
+    one.cache.tiers.close()
     assert fetched(two) == PAGES * SIZE  # a process that ends leaves its pages
-    closed(two)
 
 
 def test_each_page_is_stored_once_whoever_computed_it(store: Store) -> None:
     one, two = stored(store), stored(store)
     assert [each.cache.tiers.stats()["shared"].stored for each in (one, two)] == [PAGES, 0]
-    closed(one, two)
 
 
 @pytest.mark.parametrize(
@@ -99,17 +93,15 @@ def test_each_page_is_stored_once_whoever_computed_it(store: Store) -> None:
     ids=["model", "rank", "layers", "dtype"],
 )
 def test_pages_of_another_model_rank_or_layout_are_not_found(store: Store, other: dict[str, object]) -> None:
-    one, two = stored(store), world(store.client(), **other)
+    _, two = stored(store), world(store.client(), **other)
     assert fetched(two) == 0
     assert two.cache.tiers.stats()["shared"].hits == 0
-    closed(one, two)
 
 
 def test_tenants_and_salts_share_nothing(store: Store) -> None:
-    one, two = stored(store), world(store.client())
+    _, two = stored(store), world(store.client())
     for options in ({"tenant": b"acme"}, {"salt": b"adapter"}):
         assert two.cache.fetch(IDS, **options).asked == 0  # type: ignore[arg-type]
-    closed(one, two)
 
 
 def damaged(store: Store, damage: str) -> None:
@@ -139,7 +131,7 @@ def damaged(store: Store, damage: str) -> None:
 def test_a_damaged_or_planted_record_is_a_miss(store: Store, damage: str) -> None:
     if isinstance(store, Objects) and damage in ("another page", "no key"):
         pytest.skip("an object has several records")
-    one, two = stored(store, key=KEY), world(store.client(), key=KEY)
+    _, two = stored(store, key=KEY), world(store.client(), key=KEY)
     damaged(store, damage)
     found = fetched(two)
     # In an object of many records a flipped byte damages one page, the last; elsewhere each page is damaged.
@@ -152,14 +144,12 @@ def test_a_damaged_or_planted_record_is_a_miss(store: Store, damage: str) -> Non
     assert two.store(IDS) == found  # it is computed
     two.cache.evict(16)
     assert fetched(two) == PAGES * SIZE  # and stored again
-    closed(one, two)
 
 
 @pytest.mark.parametrize("other", [KEY[::-1], None])
 def test_pages_that_were_written_under_another_key_are_not_found(store: Store, other: bytes | None) -> None:
-    one, two = stored(store, key=KEY), world(store.client(), key=other)
+    _, two = stored(store, key=KEY), world(store.client(), key=other)
     assert fetched(two) == 0
-    closed(one, two)
 
 
 def test_the_tier_keeps_no_more_than_its_size_and_deletes_its_own_pages_alone(store: Store) -> None:
@@ -173,7 +163,6 @@ def test_the_tier_keeps_no_more_than_its_size_and_deletes_its_own_pages_alone(st
     assert two.cache.tiers.stats()["shared"].pages <= 4
     three = world(store.client())
     assert fetched(three) == PAGES * SIZE  # those of the first are all there
-    closed(one, two, three)
 
 
 def test_forget_deletes_what_the_process_stored_and_hides_the_rest(store: Store) -> None:
@@ -184,7 +173,6 @@ def test_forget_deletes_what_the_process_stored_and_hides_the_rest(store: Store)
     assert fetched(two) == 0
     two.store(IDS)
     assert fetched(one) == 0  # stored by a process that may have other weights
-    closed(one, two)
 
 
 class Asked(MemoryClient):
@@ -205,7 +193,7 @@ def over_host_and(client: Client) -> World:
 
 def test_a_store_is_asked_only_for_pages_that_faster_tiers_lack() -> None:
     store = Memory(Path())
-    one, client = stored(store), Asked(store.contents)
+    _, client = stored(store), Asked(store.contents)
     two = over_host_and(client)
     two.store(IDS[:21])
     two.cache.evict(16)
@@ -214,7 +202,6 @@ def test_a_store_is_asked_only_for_pages_that_faster_tiers_lack() -> None:
     two.cache.evict(16)
     assert fetched(two) == PAGES * SIZE
     assert client.num_asked == PAGES - 5  # now all are there
-    closed(one, two)
 
 
 def test_a_record_that_another_process_stored_first_is_not_deleted() -> None:
@@ -226,20 +213,19 @@ def test_a_record_that_another_process_stored_first_is_not_deleted() -> None:
             return ["there"] * len(names)
 
     store = Memory(Path())
-    one, two = stored(store), world(Second(store.contents))
+    _, two = stored(store), world(Second(store.contents))
     two.run(IDS)
     two.cache.tiers.tiers[0]._mover.drain(300)  # type: ignore[attr-defined]  # no store is polled
     two.cache.forget()
-    closed(one, two)
+    close_all()
     assert len(store.contents) == PAGES
 
 
-def test_a_page_that_another_process_stores_first_is_counted_there(tmp_path: Path) -> None:
-    store = Redis(tmp_path)
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+def test_a_page_that_another_process_stores_first_is_counted_there(store: Redis) -> None:
     client = store.client()
     assert client.put([bytes(32)], [(b"head", np.zeros(4, np.uint8))]) == [""]
     assert client.put([bytes(32)], [(b"head", np.ones(4, np.uint8))]) == ["there"]
-    store.close()
 
 
 def test_a_store_that_fails_after_it_kept_the_pages_keeps_none() -> None:
@@ -257,19 +243,16 @@ def test_a_store_that_fails_after_it_kept_the_pages_keeps_none() -> None:
 
 
 def test_a_store_that_cannot_be_asked_costs_no_page_of_another_process() -> None:
-    class Silent(MemoryClient):
-        def find(self, names: Sequence[bytes]) -> list[bool]:
-            raise TimeoutError("no answer")
-
     store = Memory(Path())
-    one, two = stored(store), world(Silent(store.contents))
+    silent = MemoryClient(store.contents)
+    silent.find = Mock(side_effect=TimeoutError("no answer"))  # type: ignore[method-assign]
+    one, two = stored(store), world(silent)
     two.store(IDS)
     assert two.cache.tiers.stats()["shared"].failed == PAGES
     two.cache.tiers.close()
     assert len(store.contents) == PAGES
     one.cache.evict(16)
     assert fetched(one) == PAGES * SIZE
-    closed(one)
 
 
 def test_a_page_that_is_sent_while_the_process_forgets_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,15 +276,13 @@ def test_a_page_that_is_sent_while_the_process_forgets_is_deleted(monkeypatch: p
     assert not store.contents
 
 
-def test_a_value_of_another_type_costs_its_own_page_alone(tmp_path: Path) -> None:
-    store = Redis(tmp_path)
-    one, two = stored(store), world(store.client())
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+def test_a_value_of_another_type_costs_its_own_page_alone(store: Redis) -> None:
+    _, two = stored(store), world(store.client())
     store.replace_by_list(store.records()[0])
     assert fetched(two) < PAGES * SIZE
     stats = two.cache.tiers.stats()["shared"]
     assert (stats.corrupt, stats.failed, stats.loaded) == (1, 0, PAGES - 1)
-    closed(one, two)
-    store.close()
 
 
 def test_an_object_that_a_store_has_kept_though_it_failed_is_deleted(
@@ -381,8 +362,7 @@ def test_an_interrupt_of_a_question_leaves_a_thread_that_answers() -> None:
     pages = [bytes(32)]
     asker = _Asker(Records(MemoryClient({}), None))
     for at in range(1, count_instructions(lambda: asker.ask(pages, 300)) + 1):
-        with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(lambda: asker.ask(pages, 300))
+        interrupted(at, lambda: asker.ask(pages, 300))
         if asker._last is not None:
             assert asker._last.is_answered.wait(60), at
         assert asker.ask(pages, 300) == [False]
@@ -404,7 +384,7 @@ class Hung(MemoryClient):
 
 def test_a_server_that_hangs_is_asked_once_and_costs_a_lookup_its_patience_and_no_more() -> None:
     store = Memory(Path())
-    one, client = stored(store), Hung(store.contents)
+    _, client = stored(store), Hung(store.contents)
     two = world(client, patience=0.05)
     for _ in range(4):  # while the first question is open, no other waits
         assert two.cache.fetch(IDS).asked == 0
@@ -412,12 +392,11 @@ def test_a_server_that_hangs_is_asked_once_and_costs_a_lookup_its_patience_and_n
     client.may_answer.set()
     until(lambda: two.cache.fetch(IDS).asked > 0)
     until(lambda: two.fetched(IDS) == PAGES * SIZE)
-    closed(one, two)
 
 
-def test_a_server_that_dies_makes_every_page_a_miss(tmp_path: Path) -> None:
-    store = Redis(tmp_path)
-    one, two = stored(store), world(store.client())
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+def test_a_server_that_dies_makes_every_page_a_miss(store: Redis) -> None:
+    _, two = stored(store), world(store.client())
     find = two.cache.tiers.tiers[0].lookup
     fetch = two.cache.fetch(IDS)  # on its way
     store.close()
@@ -428,7 +407,6 @@ def test_a_server_that_dies_makes_every_page_a_miss(tmp_path: Path) -> None:
     assert two.store(list(range(100, 140))) == 0  # and others go on
     assert two.cache.tiers.stats()["shared"].failed > 0
     assert not find([]).size
-    closed(one, two)
 
 
 def test_a_full_server_refuses_pages_and_goes_on_with_the_others(tmp_path: Path) -> None:
@@ -441,7 +419,6 @@ def test_a_full_server_refuses_pages_and_goes_on_with_the_others(tmp_path: Path)
     assert stats.stored > 0
     assert stats.refused > 0
     store.close()
-    closed(full)
 
 
 def test_mooncake_shares_pages_and_a_dead_master_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +436,7 @@ def test_mooncake_shares_pages_and_a_dead_master_is_a_miss(tmp_path: Path, monke
     assert fetched(two) == 0
     two.store(list(range(200, 241)))  # and others go on
     assert two.cache.tiers.stats()["shared"].failed == PAGES
-    closed(one, two)
+    close_all()
     store.close()
 
 
@@ -495,4 +472,3 @@ def test_pages_in_large_objects_are_found_by_others_and_a_server_that_dies_is_a_
     two.cache.tiers.flush(300)  # False if the tier is skipped by now, as it fails
     assert two.cache.tiers.stats()["shared"].failed > 0
     assert two.cache.stats().mapped == 0
-    closed(one, two, other)

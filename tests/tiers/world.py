@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,8 +32,11 @@ def content(prefix: Sequence[int], tenant: bytes, salt: bytes, group: int, num_b
 class World:
     """A cache, the prompts that run on it, and the checks of what they find. computed: tokens that were not found."""
 
+    made: ClassVar[list[World]] = []
+
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache, self.computed = cache, 0
+        self.made.append(self)
 
     def run(self, ids: Sequence[int], tenant: bytes = b"", salt: bytes = b"") -> int:
         """Compute a prompt as an engine does: check what is known, store the rest. Return how many were known."""
@@ -86,6 +90,12 @@ class World:
             return len(space)
         finally:
             space.release()
+
+
+def close_all() -> None:
+    """Close the tiers of all worlds that were made since the last call."""
+    while World.made:
+        World.made.pop().cache.tiers.close()
 
 
 def evicted(*tiers: Tier, num_frames: int = 16) -> World:

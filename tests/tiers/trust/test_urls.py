@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import numpy as np
@@ -21,7 +22,7 @@ from pagedkv.tiers.from_text import tiers_of
 from pagedkv.tiers.shared.objects import ObjectClient
 from pagedkv.tiers.shared.records import Records
 from pagedkv.tiers.urls import reason, shown
-from tests.tiers.stores import MemoryClient, reachable
+from tests.tiers.stores import reachable
 from tests.tiers.world import IDS, SPEC, World
 
 FIRST, SECOND = "Zq7first3Xv", "Yk5second9Wp"
@@ -163,29 +164,18 @@ def test_a_store_that_fails_shows_no_secret_in_logs_results_and_reprs(
     without_secret(str(world.cache.tiers.stats()))
 
 
-class Telling(MemoryClient):
-    """A client whose every call raises an error that shows its URL."""
-
+def telling() -> Mock:
+    """Return a client whose every call raises an error that shows its URL."""
     url = f"redis://user:{FIRST}@127.0.0.1:9/0?password={SECOND}"
-
-    def find(self, names: Any) -> list[bool]:
-        raise ConnectionError(f"cannot reach {self.url}")
-
-    def get(self, names: Any) -> Any:
-        raise TimeoutError(f"no answer\nof {self.url}")
-
-    def put(self, names: Any, records: Any) -> list[str]:
-        raise ValueError(self.url.upper())
-
-    def delete(self, names: Any) -> None:
-        raise ValueError(f"user is {SECOND}")
-
-    def close(self) -> None:
-        raise ValueError(repr(self.url))
+    errors = {
+        "find": ConnectionError(f"cannot reach {url}"), "get": TimeoutError(f"no answer\nof {url}"),
+        "put": ValueError(url.upper()), "delete": ValueError(f"user is {SECOND}"), "close": ValueError(repr(url)),
+    }  # fmt: skip
+    return Mock(url=url, **{f"{call}.side_effect": error for call, error in errors.items()})
 
 
 def test_an_exception_of_a_client_is_told_without_the_secrets_of_its_url() -> None:
-    records = Records(Telling({}), None)
+    records = Records(telling(), None)
     calls = [
         lambda: records.find([b"p"]),
         lambda: records.get([b"p"], 9),
