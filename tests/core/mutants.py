@@ -15,7 +15,7 @@ WINDOWED = "tables/test_windowed_leader.py"
 ORDER = f"{WINDOWED} -k prefix"
 TENANTS, RESIZE, EVENTS = "pool/test_tenants.py", "tables/test_resize.py", "prefix/test_events.py"
 
-POOL_LAWS, POOL_KEYS, POOL_MACHINE = (f"frame_pool/test_pool_{name}.py" for name in ("laws", "keys", "machine"))
+POOL_LAWS, POOL_MACHINE = (f"frame_pool/test_pool_{name}.py" for name in ("laws", "machine"))
 
 FAULTS = (
     Fault(
@@ -47,7 +47,7 @@ FAULTS = (
         "prefix/index.py",
         "            and _salt_of(s.salts, frame) == salt\n",
         "",
-        "prefix/test_salts.py",
+        IDENTITY,
     ),
     Fault(
         "identity is exact: the hash is believed",
@@ -412,7 +412,7 @@ FAULTS = (
         "spaces/reorder_index.py",
         "if at not in used], np.int32)",
         "if at < 0], np.int32)",
-        "spaces/test_reordering.py",
+        OPENING,
     ),
     Fault(
         "the rest of a plan stays planned if the caller says so: it is rolled back",
@@ -461,21 +461,21 @@ FAULTS = (
         "frame_pool/batches.py",
         "!= MAPPED or s.frames[frame].published >= _MARK:",
         "!= MAPPED:",
-        POOL_KEYS,
+        POOL_LAWS,
     ),
     Fault(
         "a frame has one key: another one is taken for the same",
         "frame_pool/batches.py",
         "    return s.frames[frame].published == 0 or _has_key(s, frame, key)\n",
         "    return True\n",
-        POOL_KEYS,
+        POOL_LAWS,
     ),
     Fault(
         "a key has one frame: a second one is published beside it",
         "frame_pool/batches.py",
         "    if not twins:\n",
         "    if False:\n",
-        POOL_KEYS,
+        POOL_LAWS,
     ),
     Fault(
         "a frame without a key is free when it is dropped: it is kept like a cached one",
@@ -489,7 +489,7 @@ FAULTS = (
         "frame_pool/batches.py",
         "        if s.frames[frame].status == CACHED:\n            frames.free_cached(s, frame)\n",
         "",
-        POOL_KEYS,
+        POOL_LAWS,
     ),
     Fault(
         "victims changes nothing: a frame that it unlinks stays unlinked",

@@ -24,19 +24,14 @@ def digests(seed: int, steps: int, policy: str, world: str, *, compiled: bool) -
     return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("world", "policy", "seed"), [("quotas", "2q", 1), ("groups", "cost", 2)])
-def test_compiled_and_uncompiled_agree_after_every_call(world: str, policy: str, seed: int) -> None:
-    in_lockstep(seed, 400, policy, world)
+QUICK = [("quotas", "2q", 1, 400), ("groups", "cost", 2, 400)]
+EVERY = [(world, policy, 3 + len(world) % 2, 6000) for policy in sorted(POLICIES) for world in WORLDS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_compiled_and_uncompiled_agree_in_every_world_under_every_policy(policy: str, world: str) -> None:
-    in_lockstep(3 + len(world) % 2, 6000, policy, world)
-
-
-def in_lockstep(seed: int, steps: int, policy: str, world: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "policy", "seed", "steps"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY)]
+)
+def test_compiled_and_uncompiled_agree_after_every_call(world: str, policy: str, seed: int, steps: int) -> None:
     runs = [digests(seed, steps, policy, world, compiled=compiled) for compiled in (True, False)]
     fast, slow = (run.communicate()[0].splitlines() for run in runs)
     assert [run.returncode for run in runs] == [0, 0]

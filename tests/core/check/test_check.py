@@ -226,6 +226,11 @@ def seen(mm: MemoryManager, array: np.ndarray, place: object, change: int) -> bo
     return False
 
 
+def unseen(mm: MemoryManager, array: np.ndarray, places: list[Any], changes: list[int]) -> list[tuple[Any, int]]:
+    """Return the changes that check() does not see, with their places."""
+    return [(place, change) for place in places for change in changes if not seen(mm, array, place, change)]
+
+
 def test_every_field_is_corrupted_or_has_a_reason(busy: MemoryManager) -> None:
     fields = {
         (name, field) for name in ("frames", "chunks", "spaces") for field in getattr(busy.state, name).dtype.names
@@ -244,10 +249,7 @@ def test_a_wrong_number_in_a_record_is_seen(busy: MemoryManager, array: str, fie
     places = where(busy.state)
     assert len(places) > 1
     places = places[::step]
-    column = getattr(busy.state, array)[field]
-    blind = [
-        (int(place), change) for place in places for change in changes if not seen(busy, column, int(place), change)
-    ]
+    blind = unseen(busy, getattr(busy.state, array)[field], places.tolist(), changes)
     assert not blind, f"{array}.{field}: {blind[:8]} of {len(places)} places"
     busy.check(3)
 
@@ -266,25 +268,12 @@ ARRAYS: dict[str, tuple[Callable[[State], list[Any]], list[int]]] = {
 @pytest.mark.parametrize("array", ARRAYS)
 def test_a_wrong_number_in_an_array_is_seen(busy: MemoryManager, array: str, step: int) -> None:
     where, changes = ARRAYS[array]
-    numbers = getattr(busy.state, array)
-    blind = [
-        (place, change)
-        for place in where(busy.state)[::step]
-        for change in changes
-        if not seen(busy, numbers, place, change)
-    ]
-    assert not blind
+    assert not unseen(busy, getattr(busy.state, array), where(busy.state)[::step], changes)
 
 
 def test_a_wrong_register_is_seen(busy: MemoryManager) -> None:
-    reg = busy.state.reg
-    blind = [
-        (register, change)
-        for register, changes in REGISTERS.items()
-        for change in changes
-        if not seen(busy, reg, register, change)
-    ]
-    assert not blind
+    for register, changes in REGISTERS.items():
+        assert not unseen(busy, busy.state.reg, [register], changes)
 
 
 def test_a_published_frame_in_the_wrong_bucket_is_seen(busy: MemoryManager) -> None:

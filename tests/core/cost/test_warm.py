@@ -219,14 +219,10 @@ def run(program: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_second_process_compiles_nothing() -> None:
-    run(WALKS)
-    assert run(WALKS) == "0"
-
-
-def test_a_second_process_compiles_no_call_of_a_frame_pool() -> None:
-    run(FRAME_POOL)
-    assert run(FRAME_POOL) == "0"
+@pytest.mark.parametrize("program", [WALKS, FRAME_POOL], ids=["walks", "frame pool"])
+def test_a_second_process_compiles_nothing(program: str) -> None:
+    run(program)
+    assert run(program) == "0"
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from pagedkv.errors import ConcurrentUse, InvalidRequest, PlanConflict
 from tests.core.frame_pool.oracle import key
 from tests.core.interrupts.concurrency import at_once, call_under_way
 from tests.core.oracle import grown
-from tests.interrupts import Interrupter, count_instructions
+from tests.interrupts import count_instructions, interrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -155,10 +155,7 @@ def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(call: str, k
     total = count_instructions(lambda: CALLS[call](engine))
     for at in range(1, total + 1, max(1, total // at_most)):
         engine = Engine.new(kind)
-        try:
-            Interrupter(at).run(lambda engine=engine: CALLS[call](engine))
-        except KeyboardInterrupt as why:
-            where = str(why)
+        where = interrupted(at, lambda engine=engine: CALLS[call](engine))
         try:
             engine.end()
         except Exception as error:
@@ -187,10 +184,7 @@ def test_no_instruction_of_a_frame_pool_is_a_wrong_place_for_an_interrupt(step: 
     total = count_instructions(lambda: life_of_a_pool(FramePool(8, key_bytes=8)))
     for at in range(1, total + 1, step):
         pool = FramePool(8, key_bytes=8)
-        try:
-            Interrupter(at).run(lambda pool=pool: life_of_a_pool(pool))
-        except KeyboardInterrupt as why:
-            where = str(why)
+        where = interrupted(at, lambda pool=pool: life_of_a_pool(pool))
         try:
             pool.check()
             pool.recover(np.zeros(8, np.int64))
