@@ -14,7 +14,7 @@ FAULTS = (
     Fault(
         "options of a line come before those of the command: behind them",
         "generate.py", "{**other, **prompt.options}", "{**prompt.options, **other}",
-        "test_shaping.py -k grammar_of_a_line",
+        "test_generate.py -k grammar_of_a_line",
     ),
     Fault(
         "errors name options: they name Python",

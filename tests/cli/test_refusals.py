@@ -171,11 +171,6 @@ def test_a_port_in_use_is_refused(refused):
     assert "Address already in use; give another --host or --port" in said
 
 
-def test_a_prompt_longer_than_the_pool_is_refused(refused):
-    said = refused("generate", "--prompt", "lamp " * 200, "--num-frames", 10)
-    assert "the pool has 10; raise --num-frames or --memory" in said
-
-
 def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatch):
     objections = ["needs another CPU", "needs float16"]
     picky = registry.Kernel("picky", None, "pagedkv.kernels.reference", lambda case: objections)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,10 +23,6 @@ def generated(command, *argv, warning=""):
     return found["usage"]["cached_tokens"]
 
 
-def test_the_text_over_a_host_tier_is_the_same(command):
-    assert generated(command, "--tier", "host:64MiB") == 0
-
-
 def test_a_folder_serves_the_next_process_and_a_key_keeps_others_out(command, tmp_path, monkeypatch):
     folder = ("--tier", "host:1MiB", "--tier", f"disk:64MiB:{tmp_path / 'new' / 'folder'}")
     assert [generated(command, *folder) for _ in range(2)] == [0, 16 * PAGES_OF_THE_DEMO]
@@ -34,10 +31,7 @@ def test_a_folder_serves_the_next_process_and_a_key_keeps_others_out(command, tm
 
 
 def test_a_disk_that_runs_full_costs_its_pages_and_no_text(command, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     warning = "pagedkv: warning: the disk tier failed for "
     assert generated(command, "--tier", f"disk:64MiB:{tmp_path}", warning=warning) == 0
     monkeypatch.undo()

@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "a preempted sequence waits before those that came later: behind them",
         "step/scheduler.py", "_place(self.waiting, sequence, is_older=True)", "_place(self.waiting, sequence)",
-        "step/test_preemption.py -k came_later",
+        "step/test_scheduler.py -k came_later",
     ),
     Fault(
         "drafts preempt no sequence: they are not dropped first",

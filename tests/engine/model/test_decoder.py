@@ -1,4 +1,7 @@
-"""The decoder against transformers: the same logits and greedy tokens for any page size, batch and chunk size."""
+"""The decoder against transformers: the same logits and greedy tokens for any page size, batch and chunk size.
+
+The cost of a KV kind (pagedkv/engine/model/kv_quality.py) is compared with the same figures of whole texts at once.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,21 @@ import transformers
 
 from pagedkv.cache.paged import PagedKVCache
 from pagedkv.engine.model.decoder import Decoder
+from pagedkv.engine.model.kv_quality import PIECE, kv_quality
+from pagedkv.engine.model.pool import new_cache
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import Operations
-from tests.engine.conftest import CHECKPOINTS, Paging, first_logits, prompt_of
+from tests.engine.conftest import CHECKPOINTS, Checkpoints, Paging, first_logits, prompt_of
+from tests.engine.step.test_engine import FAMILIES, LENGTHS, NUM_TOKENS, expected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from tests.engine.conftest import Checkpoint
-
 TOLERANCE = {"float32": 1e-4, "felt": 1e-2}
 """The largest |logit - logit of transformers|; the least change of a logit that a changed option must cause."""
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
-"""The main names in CHECKPOINTS. Each other name changes one option of one of these."""
-
-LENGTHS = (5, 150, 71)
-NUM_TOKENS = 64
-
-_expected: dict[str, list[tuple[Tensor, list[int]]]] = {}
-
-
-def expected(name: str, checkpoint: Checkpoint) -> list[tuple[Tensor, list[int]]]:
-    """Return, by transformers, logits [length, V] and NUM_TOKENS greedy tokens for a prompt of each of LENGTHS."""
-    if name not in _expected:
-        prompts = [prompt_of(length) for length in LENGTHS]
-        _expected[name] = [(checkpoint.logits(prompt), checkpoint.generate(prompt, NUM_TOKENS)) for prompt in prompts]
-    return _expected[name]
 
 
 def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tensor], list[list[int]]]:
@@ -83,14 +71,13 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
         checkpoint(name).decoder(), block_size=block_size, num_frames=num_frames, num_sequences=len(LENGTHS)
     )
 
-    logits, tokens = run(paging, [prompt_of(length) for length in LENGTHS], chunk)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    logits, tokens = run(paging, prompts, chunk)
 
-    for b, (want_logits, want_tokens) in enumerate(want):
-        torch.testing.assert_close(logits[b], want_logits, rtol=0, atol=TOLERANCE["float32"])
-        assert tokens[b] == want_tokens
-    assert (
-        len({token for _, want_tokens in want for token in want_tokens}) > 8
-    )  # a constant sequence would prove little
+    for found, prompt in zip(logits, prompts, strict=True):
+        torch.testing.assert_close(found, checkpoint(name).logits(prompt), rtol=0, atol=TOLERANCE["float32"])
+    assert tokens == want
+    assert len({token for each in want for token in each}) > 8  # a constant sequence would prove little
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
@@ -108,7 +95,7 @@ def test_a_cache_that_knows_the_prompt_gives_the_same_tokens_from_less_work(chec
             cache.commit(batch, new)
             new = [int(logits[0].argmax())]
             tokens += new
-        assert tokens == expected(name, checkpoint(name))[1][1]
+        assert tokens == expected(name, checkpoint(name))[1]
         space.release()
     assert num_computed == [LENGTHS[1], LENGTHS[1] % 16]
 
@@ -158,3 +145,21 @@ def test_a_step_computes_in_the_context_of_its_operations(checkpoint: Any, monke
     first_logits(checkpoint("llama").decoder())
     assert set(depths) == {1}
     assert depth == [0]
+
+
+@pytest.mark.parametrize("length", [PIECE, 2 * PIECE + 45])
+def test_the_cost_of_a_kind_is_that_of_the_whole_text_at_once(checkpoint: Checkpoints, length: int) -> None:
+    tiny, text = checkpoint("gemma3"), prompt_of(length)
+    decoder = tiny.decoder()
+    cache = new_cache(decoder, block_size=16, kv_dtype="int8", num_frames=64)
+    batch = cache.plan([cache.open()], [length])
+    p, q = (z[:-1].log_softmax(-1) for z in (tiny.logits(text), decoder.forward(torch.tensor(text), batch, cache)))
+    kl, next_ids = (p.exp() * (p - q)).sum(-1), torch.tensor(text[1:])
+    found = kv_quality(decoder, text, ["int8", "int4"])
+    assert found[None][:4] == (0, 0, 0, 1)
+    assert found[None].perplexity == pytest.approx(torch.nn.functional.nll_loss(p, next_ids).exp().item(), rel=1e-4)
+    expected = kl.mean(), kl.quantile(0.99), kl.std() / len(kl) ** 0.5, (p.argmax(-1) == q.argmax(-1)).float().mean()
+    assert found["int8"][:4] == pytest.approx([number.item() for number in expected], rel=1e-2)
+    assert found["int8"].kl < found["int4"].kl / 10
+    with pytest.raises(InvalidRequest, match="the text has 2 tokens; a mean and its standard error need three"):
+        kv_quality(decoder, text[:2], ["int8"])

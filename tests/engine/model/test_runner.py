@@ -19,7 +19,8 @@ from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear
-from tests.engine.conftest import VOCAB, Checkpoint, Checkpoints, prompt_of
+from tests.engine.conftest import VOCAB, Checkpoints, prompt_of
+from tests.engine.model.test_hybrid import grouped
 from tests.engine.step.test_engine import build, outputs
 
 if TYPE_CHECKING:
@@ -82,15 +83,15 @@ def test_a_step_in_a_workspace_has_the_bits_of_a_step_in_new_memory(family: str,
     assert logits[0].isfinite().all()
 
 
-@pytest.mark.parametrize(("family", "grouped"), [("llama", False), ("gemma2", True)])
-def test_replayed_steps_give_the_tokens_of_called_steps(family: str, grouped: bool, checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize(("family", "is_grouped"), [("llama", False), ("gemma2", True)])
+def test_replayed_steps_give_the_tokens_of_called_steps(family: str, is_grouped: bool, checkpoint: Checkpoints) -> None:
     """Sequences end at different steps, so padding changes; the pool is small, so some are preempted."""
     folder = checkpoint(family)
     given = [prompt_of(length) for length in (5, 8, 12, 7, 10)]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (40, 9, 25, 3, 30)]
     found = []
     for graphs in (False, True):
-        engine = grouped_engine(folder, 18) if grouped else build(folder, block_size=4, num_frames=18)
+        engine = grouped(folder, 2 * 18) if is_grouped else build(folder, block_size=4, num_frames=18)
         if graphs:
             with_graphs(engine)
         Replayed.captured = Replayed.replayed = 0
@@ -100,15 +101,6 @@ def test_replayed_steps_give_the_tokens_of_called_steps(family: str, grouped: bo
         assert engine.cache.stats().mapped == 0
     assert found[0] == found[1]
     assert 1 <= Replayed.captured < 12 < Replayed.replayed
-
-
-def grouped_engine(checkpoint: Checkpoint, num_frames: int) -> Engine:
-    """Build an engine whose layers have page tables by window, of `num_frames` frames each."""
-    plain = build(checkpoint, num_frames=8)
-    config = plain.decoder.config
-    specs = config.specs(block_size=4)
-    cache = PagedKVCache(specs, layer_groups=config.layer_groups(), num_frames=num_frames * len(specs))
-    return Engine(plain.decoder, plain.tokenizer, cache)
 
 
 def test_a_graph_is_captured_anew_after_a_resize(checkpoint: Checkpoints) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,15 +116,11 @@ class Wordless(Exception):
         raise ValueError
 
 
-def fail(*_: object) -> torch.Tensor:
-    raise Wordless
-
-
 @pytest.mark.parametrize(
     ("processor", "words"),
     [
         (lambda *_: 1 // 0, "the logits processor raised ZeroDivisionError: integer division or modulo by zero"),
-        (fail, "the logits processor raised Wordless"),
+        (Mock(side_effect=Wordless), "the logits processor raised Wordless"),
         (lambda *_: None, "the logits processor returned NoneType; it must return a tensor"),
         (lambda _, z: z.unsqueeze_(0), "returned float32 [1, 12] on cpu; it must return float32 [12] on cpu"),
         (lambda _, z: z.resize_(0), "returned float32 [0] on cpu; it must return float32 [12] on cpu"),
@@ -152,21 +148,15 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("error", [Panic("index out of bounds"), RuntimeError("of torch"), IndexError()])
 def test_rules_that_fail_in_any_way_are_an_error_of_their_own_row(error: BaseException) -> None:
-    def fail(_: Any) -> Any:
-        raise error
-
     plain = SamplingParams()
-    rows = [SamplingRow(plain, plain.generator(), rules) for rules in (None, SimpleNamespace(apply=fail))]
-    tokens, errors, _ = sample(torch.eye(2, V), rows)  # type: ignore[arg-type]
+    rows = [SamplingRow(plain, plain.generator(), rules) for rules in (None, Mock(apply=Mock(side_effect=error)))]
+    tokens, errors, _ = sample(torch.eye(2, V), rows)
     assert tokens.tolist() == [0, -1]
     assert errors == {1: f"its rules failed: {type(error).__name__}: {error}"}
 
 
 def test_an_interrupt_of_rules_is_no_error_of_a_row() -> None:
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    params = SamplingParams(logits_processor=interrupt)
+    params = SamplingParams(logits_processor=Mock(side_effect=KeyboardInterrupt))
     row = SamplingRow(params, params.generator(), LogitsRules.of(params, [1], 1))
     with pytest.raises(KeyboardInterrupt):
         sample(torch.eye(1, V), [row])

@@ -12,16 +12,12 @@ from pagedkv.engine import Engine
 from tests.engine.serve.server import Server, serving
 
 
-def _require_the_extra() -> None:
-    for name in ("fastapi", "uvicorn", "prometheus_client"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install 'pagedkv[serve]'")
-
-
 @pytest.fixture(scope="session")
 def extra() -> None:
     """Require the extra, and compile what a step calls: a server would run its first steps uncompiled."""
-    _require_the_extra()
+    for name in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install 'pagedkv[serve]'")
     warm_up_step()
 
 

@@ -1,4 +1,7 @@
-"""The server as a process: it drains at SIGTERM, ends at Ctrl-C, and refuses in one line what it cannot do."""
+"""The server as a process: it drains at SIGTERM, ends at Ctrl-C, and refuses in one line what it cannot do.
+
+With `--kv-events` readers of vLLM's events hear what the server can find.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.engine.serve.server import ASKED, LONG, RUNNING, serving
+from tests.tiers.stores import free_port
 
 
 def ended(stream: socket.socket) -> str:
@@ -91,10 +96,7 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
 
     engine = Engine.load(num_frames=64)
 
-    def failing(*_: Any) -> Any:
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(engine, "forward", failing)
+    monkeypatch.setattr(engine, "forward", Mock(side_effect=RuntimeError("out of luck")))
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
 
@@ -115,3 +117,38 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
     assert "503" in asked.result()
     assert "failed 3 times in a row: RuntimeError: out of luck; restart it" in asked.result()
     assert "pagedkv: error: the engine failed 3 times in a row" in capsys.readouterr().err
+
+
+TOPIC = "kv@pod@bundled"
+
+
+@pytest.fixture
+def reader() -> Iterator[Any]:
+    zmq = pytest.importorskip("zmq", reason="the events extra is not installed")
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+    yield socket
+    socket.close(0)
+    context.destroy(0)
+
+
+def heard(socket: Any) -> tuple[bytes, list[dict[str, Any]]]:
+    """Return the topic and the events of the next message."""
+    msgspec = pytest.importorskip("msgspec", reason="the events extra is not installed")
+    assert socket.poll(300_000)
+    topic, _, content = socket.recv_multipart()
+    return topic, msgspec.msgpack.decode(content)[1]
+
+
+@pytest.mark.slow
+def test_a_server_publishes_what_it_can_find_also_while_it_is_idle(extra: None, reader: Any) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with serving("--kv-events", address.replace("127.0.0.1", "*"), "--kv-events-topic", TOPIC) as server:
+        reader.connect(address)
+        assert heard(reader) == (TOPIC.encode(), [{"type": "AllBlocksCleared"}])  # it has joined an idle server
+        assert server.ask("/v1/completions", {"prompt": ASKED, "max_tokens": 4}).status == 200
+        topic, [event, *_] = heard(reader)
+        assert (topic, event["type"]) == (TOPIC.encode(), "BlockStored")
+        assert event["block_size"] == 16
+        assert all(isinstance(name, int) for name in event["block_hashes"])

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,12 +130,9 @@ def test_a_panic_of_a_library_stops_the_engine_with_its_words(engine: Engine, mo
     class PanicException(BaseException):
         pass
 
-    def panics(*_: Any) -> Any:
-        raise PanicException("index out of bounds")
-
     async def story(_: Routes, served: AsyncEngine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "forward", panics)
+            patch.setattr(engine, "forward", Mock(side_effect=PanicException("index out of bounds")))
             with pytest.raises(EngineStopped, match="3 times in a row: PanicException: index out of bounds"):
                 await anext(served.stream(ASKED))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from typing import Any
@@ -15,7 +14,7 @@ from pagedkv.engine.step.engine import Engine
 from pagedkv.tiers import HostTier
 from tests.engine.conftest import Checkpoints, prompt_of
 from tests.engine.step.test_engine import build, idle, outputs
-from tests.interrupts import Interrupter, count_instructions
+from tests.interrupts import count_instructions, interrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -51,8 +50,7 @@ def test_an_interrupted_fetch_from_a_tier_loses_no_window(
     engine.cache.tiers.close()
     for at in range(1, total + 1, max(4, total // samples)):
         engine, request = begun()
-        with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(engine.step)
+        interrupted(at, engine.step)
         engine.run()
         assert outputs([request]) == want, f"instruction {at}"
         assert engine.cache.groups == groups

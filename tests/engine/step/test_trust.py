@@ -1,4 +1,7 @@
-"""Trust: no interrupt, no bad request and no second thread loses a token, leaks a frame or stops the other requests."""
+"""Trust: no interrupt, no bad request and no second thread loses a token, leaks a frame or stops the other requests.
+
+One thread steps, and others submit, cancel and ask for figures at any moment. None makes another fail.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +29,7 @@ from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from tests.engine.conftest import Checkpoints, prompt_of
 from tests.engine.drafts.test_speculation import draft_model, is_empty
 from tests.engine.step.test_engine import build, idle, outputs
-from tests.interrupts import Interrupter, count_instructions
+from tests.interrupts import Interrupter, count_instructions, interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +86,7 @@ def asked(engine: Engine, **options: Any) -> list[Any]:
     return [samples, search, engine.submit(prompt_of(9), LONG, **options)]
 
 
-def interrupted(real: Callable[..., Any], place: str, calls: Counter[str]) -> Callable[..., Any]:
+def interrupting(real: Callable[..., Any], place: str, calls: Counter[str]) -> Callable[..., Any]:
     """Return a function some calls of which are interrupted: by turns before they begin and after they have ended."""
 
     def call(*args: Any, **options: Any) -> Any:
@@ -121,7 +125,7 @@ def test_a_step_interrupted_anywhere_loses_no_tokens(
     ]
     calls, heard = Counter[str](), dict[Completion, str]()
     for owner, place in places:
-        monkeypatch.setattr(owner, place, interrupted(getattr(owner, place), place, calls))
+        monkeypatch.setattr(owner, place, interrupting(getattr(owner, place), place, calls))
 
     def hear(completion: Completion, text: str) -> None:
         heard[completion] = heard.get(completion, "") + text
@@ -156,11 +160,7 @@ def test_an_interrupt_at_some_instructions_of_a_step_loses_nothing(
 
 
 def interrupt_and_compare(engine: Engine, requests: list[Any], undisturbed: list[Any], at: int) -> None:
-    where = "no instruction"
-    try:
-        Interrupter(at).run(engine.step)
-    except KeyboardInterrupt as why:
-        where = str(why)
+    where = interrupted(at, engine.step)
     try:
         engine.run()
         assert_equal(requests, undisturbed, engine)
@@ -194,11 +194,8 @@ def test_an_engine_goes_on_while_a_traceback_holds_its_handles(
     engine = build(checkpoint("llama"), num_frames=60)
     got, real, kept = submitted(engine), engine.cache.abort, []
 
-    def fail(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.cache, "abort", fail)
-    monkeypatch.setattr(engine.cache, "commit", fail)
+    for call in ("abort", "commit"):
+        monkeypatch.setattr(engine.cache, call, Mock(side_effect=KeyboardInterrupt))
     try:
         engine.step()
     except KeyboardInterrupt as error:
@@ -345,8 +342,7 @@ def test_an_interrupted_cancel_loses_no_other_request(undisturbed: list[Any], ch
     total = count_instructions(partial(engine.cancel, doomed))
     for at in (total // 3, total // 2):
         engine, doomed, got = begun()
-        with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(partial(engine.cancel, doomed))
+        interrupted(at, partial(engine.cancel, doomed))
         engine.run()
         assert doomed.finished
         assert_equal(got, undisturbed, engine)
@@ -468,4 +464,65 @@ def test_threads_submit_cancel_and_step(each: int, checkpoint: Checkpoints) -> N
     assert all(request.finished for request in requests)
     reasons = {c.finish_reason for r in requests for c in r.completions}
     assert reasons <= {"length", "cancelled"}
+    assert idle(engine)
+
+
+def test_a_step_waits_while_another_thread_cancels(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cancel` gives frames back in its own thread, slowly here; the steps of others begin meanwhile and never fail."""
+    engine, took_in, begun = build(checkpoint("llama")), Engine._take_in_now, threading.Event()
+
+    def take_in_slowly(self: Engine) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            time.sleep(0.05)
+        took_in(self)
+
+    monkeypatch.setattr(Engine, "_take_in_now", take_in_slowly)
+    doomed, kept = (engine.submit(prompt_of(9), SamplingParams(max_tokens=3)) for _ in range(2))
+    engine.step()
+    thread = threading.Thread(target=engine.cancel, args=(doomed,))
+    thread.start()
+    assert begun.wait(60)
+    engine.run()
+    thread.join()
+    engine.run()
+    assert doomed.completions[0].finish_reason == "cancelled"
+    assert len(kept.completions[0].token_ids) == 3
+    assert idle(engine)
+
+
+def test_a_step_takes_in_the_requests_that_waited_when_it_began(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that submits faster than a step takes in kept the step from its end."""
+    engine = build(checkpoint("llama"))
+    begin, begun = engine.delivery.begin, list[Any]()
+
+    def submit_another(completion: Any) -> Any:
+        begun.append(completion)
+        assert len(begun) < 9, "the step takes in what came after its beginning"
+        engine.submit(prompt_of(3))
+        return begin(completion)
+
+    monkeypatch.setattr(engine.delivery, "begin", submit_another)
+    engine.submit(prompt_of(3))
+    engine.step()
+    assert engine.stats().waiting == len(begun) == 1
+
+
+def test_a_cancel_waits_for_no_step(checkpoint: Checkpoints) -> None:
+    engine, returned = build(checkpoint("llama")), []
+
+    def cancel_elsewhere(*_: Any) -> None:
+        thread = threading.Thread(target=engine.cancel, args=(doomed,))
+        thread.start()
+        thread.join(60)
+        returned.append(not thread.is_alive())
+
+    doomed = engine.submit(prompt_of(9))
+    engine.submit(prompt_of(9), SamplingParams(max_tokens=2), on_text=cancel_elsewhere)
+    engine.run()
+    assert returned
+    assert all(returned)
+    assert doomed.completions[0].finish_reason == "cancelled"
     assert idle(engine)
