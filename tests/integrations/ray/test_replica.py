@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,11 +82,8 @@ def test_a_reply_of_a_replica_that_is_closed_ends_with_an_error() -> None:
 def test_a_step_that_fails_is_heard_of_by_readers_and_by_serve(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     replica.check_health()
 
-    def broken(*_: Any) -> None:
-        raise ValueError("the model is broken")
-
     with monkeypatch.context() as patch:
-        patch.setattr(replica._engine, "forward", broken)
+        patch.setattr(replica._engine, "forward", Mock(side_effect=ValueError("the model is broken")))
         with pytest.raises(ValueError, match="the model is broken"):
             asyncio.run(reply(replica, [10, 11, 12]))
         wait_until(lambda: not replica._engine.has_work)

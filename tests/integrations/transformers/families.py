@@ -13,6 +13,8 @@ SIZES: Final = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99,
     "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1,
 }  # fmt: skip
+OPTIONS: Final[dict[str, Any]] = {"max_new_tokens": 12, "do_sample": False}
+"""Of generate(), in most tests."""
 SHARED: Final = SIZES | {"num_key_value_heads": 2}
 WINDOW: Final = {"sliding_window": 16}
 GPT2: Final = {"n_embd": 64, "n_layer": 4, "n_head": 4}

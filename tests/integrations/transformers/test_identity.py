@@ -1,6 +1,7 @@
 """Identity: a prompt finds a page only if every layer has stored K and V of its tokens, and would compute the same now.
 
-The inputs besides tokens are the user's salt, adapters, autocast, weights, hooks and forwards.
+The inputs besides tokens are the user's salt, adapters, autocast, weights, hooks and forwards. In tiers pages outlive
+pool and process, and are found under the name of their weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +21,8 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import PagedCache, Patched, patch
 from pagedkv.integrations.transformers.geometry import CACHE
 from pagedkv.integrations.transformers.identity import identity_of
-from tests.integrations.transformers.families import model_of, prompts
+from tests.integrations.transformers.families import OPTIONS, model_of, prompts
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 PROMPT = prompts(40, (0,))["input_ids"]
 SALTS = (b"", b"tenant 1", b"tenant 1\n", b"\x00" * 8, b"autocast torch.bfloat16")
 
@@ -131,7 +132,7 @@ def test_a_turn_with_a_hook_leaves_no_pages(llama: Any) -> None:
     """The change is taken back before the cache is closed, so the model is as it was when the cache began."""
     more = torch.cat([llama.generate(PROMPT, **OPTIONS), PROMPT], 1)
     expected = llama.generate(more, **OPTIONS)
-    handle = patch(llama, memory="16MiB")
+    patch(llama, memory="16MiB")
     talk = llama.generate(PROMPT, **OPTIONS, return_dict_in_generate=True)
     assert talk[CACHE].get_seq_length() == 51  # all but the last token
     a_hook(llama, -1.0)
@@ -140,7 +141,6 @@ def test_a_turn_with_a_hook_leaves_no_pages(llama: Any) -> None:
     assert llama.generate(more, **OPTIONS).equal(expected)
     talk[CACHE].close()
     assert llama.generate(more, **OPTIONS).equal(expected)
-    handle.unpatch()
 
 
 def test_a_pool_keeps_no_forward_of_a_model_alive(llama: Any, patched: Patched) -> None:
@@ -205,7 +205,6 @@ def test_pages_of_a_call_with_fewer_layers_are_not_found(name: str, number: int)
     with layers(model, number):
         assert answer(model) == fewer  # its layers have stored the pages that all layers stored
     handle.pool.kv.check()
-    handle.unpatch()
 
 
 class Sometimes(torch.nn.Module):
@@ -249,4 +248,58 @@ def test_a_call_that_skips_a_layer_or_ends_in_it_leaves_no_pages(number: int, do
     how.does = ""
     assert answer(model) == expected
     handle.pool.kv.check()
+
+
+def on_disk(model: Any, folder: Path, weights: str = "a") -> Patched:
+    return patch(model, memory="16MiB", tiers=[f"disk:16MiB:{folder}"], weights=weights)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_patched_model_finds_its_pages_after_a_restart(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    want = tokens(model)
+    handle = on_disk(model, tmp_path)
+    assert tokens(model) == want
     handle.unpatch()
+    again = on_disk(model_of(family), tmp_path)
+    assert known(again) == 32
+    loaded = sum(each.loaded for each in again.pool.kv.tiers.stats().values())
+    assert loaded == 2 * len(again.pool.kv.specs)
+    assert tokens(again.model) == want
+    again.unpatch()
+
+
+def test_pages_come_back_from_host_memory_after_eviction() -> None:
+    handle = patch(model_of("llama"), memory="16MiB", tiers=["host:16MiB"])
+    want = tokens(handle.model)
+    assert handle.pool.kv.tiers.flush(20)
+    handle.pool.kv.evict(handle.pool.kv.num_frames)
+    assert known(handle) == 32
+    assert tokens(handle.model) == want
+    assert handle.pool.kv.tiers.num_holds == 0
+    handle.unpatch()
+
+
+def test_pages_of_other_weights_are_not_found_on_disk(tmp_path: Path) -> None:
+    model = model_of("llama")
+    handle = on_disk(model, tmp_path)
+    tokens(model)
+    handle.unpatch()
+    other = on_disk(model, tmp_path / "other", weights="b")
+    assert known(other) == 0
+    other.unpatch()
+    changed = on_disk(model, tmp_path)
+    with torch.no_grad():
+        next(iter(model.parameters())).add_(1.0)  # after patch, before the first call
+    assert known(changed) == 0
+    changed.unpatch()
+
+
+def test_tiers_that_no_prompt_can_use_are_refused(tmp_path: Path) -> None:
+    model = model_of("llama")
+    with pytest.raises(InvalidRequest, match="give weights="):
+        on_disk(model, tmp_path, weights="")
+    with pytest.raises(InvalidRequest, match="share none"):
+        patch(model, tiers=["host:1MiB"], prefix_cache=False)
+    with pytest.raises(InvalidRequest, match="a pool and options of a pool"):
+        patch(model, pool=patch(model_of("llama")).pool, tiers=["host:1MiB"])

@@ -14,9 +14,8 @@ from pagedkv.integrations.transformers import PagedCache, Patched, linears, patc
 from pagedkv.integrations.transformers.geometry import CACHE
 from pagedkv.kernels import cpu as kernels
 from pagedkv.kernels.linear import cpu
-from tests.integrations.transformers.families import model_of, prompts
+from tests.integrations.transformers.families import OPTIONS, model_of, prompts
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 LAYERS = 2 * 7 + 1
 
 pytestmark = pytest.mark.skipif(bool(kernels.missing()), reason="no C++ kernels")

@@ -75,7 +75,6 @@ def test_padding_gives_the_hosts_tokens_whatever_call_it_comes_with(name: str, s
             assert equal(turns(model, None, masks, prefill_chunk_size=chunk), right), (masks, chunk)
     handle.pool.kv.check()
     assert handle.pool.stats().mapped == 0
-    handle.unpatch()
 
 
 @torch.no_grad()
@@ -121,7 +120,6 @@ def test_masks_that_hide_tokens_of_calls_before_or_lack_columns_are_read_as_by_t
     for way, mask in masks.items():
         with PagedCache(model.config, pool=handle.pool) as cache:
             torch.testing.assert_close(logits(cache, mask), expected[way], atol=2e-3, rtol=2e-3, msg=way)
-    handle.unpatch()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -182,7 +180,6 @@ def test_a_mask_that_no_one_gives_is_guessed_as_by_the_host(name: str, side: str
     handle = patch(model, memory="16MiB")
     assert equal(list(answers()), expected)
     assert handle.pool.stats().mapped == 0
-    handle.unpatch()
 
 
 def test_padding_on_any_side_is_not_stored(llama: Any, patched: Patched) -> None:
@@ -207,7 +204,6 @@ def test_prompts_find_pages_of_padded_tokens_only_if_they_would_compute_the_same
     with PagedCache(model.config, pool=handle.pool) as cache:
         assert cache.find(packed) == (32 if name == "llama" else 0)
     assert model.generate(packed, **OPTIONS).equal(expected)
-    handle.unpatch()
 
 
 @pytest.mark.parametrize("side", ["right", "all"])
@@ -225,7 +221,6 @@ def test_a_last_column_that_sees_no_token_is_the_hosts_or_refused(side: str) -> 
         pytest.raises(InvalidRequest, match=r"attention_mask shows no token .* \(padding_side='left'\)"),
     ):
         turns(model, cache, [mask])
-    handle.unpatch()
 
 
 @pytest.mark.parametrize("side", ["right", "all"])
@@ -238,7 +233,6 @@ def test_sinks_take_the_weight_of_a_last_column_that_sees_no_token(side: str) ->
     with PagedCache(model.config, pool=handle.pool) as cache:
         assert equal(turns(model, cache, [mask, mask]), expected)
     assert equal(turns(model, None, [mask]), expected[:1])
-    handle.unpatch()
 
 
 def test_the_rules_of_padding_are_what_they_say_of_each_token() -> None:

@@ -48,11 +48,6 @@ def forward(handle: Patched, **inputs: Any) -> Any:
         return handle.model(**prompts(8, (0, 2)) | inputs, **{CACHE: cache})
 
 
-def with_gradients(handle: Patched) -> Any:
-    with PagedCache(handle.model.config, pool=handle.pool) as cache:
-        return handle.model(**prompts(8, (0, 2)), **{CACHE: cache})
-
-
 @torch.no_grad()
 def second(handle: Patched, **inputs: Any) -> Any:
     """Call the model a second time, with one token for each of two rows if `inputs` do not say otherwise."""
@@ -91,7 +86,7 @@ IN_A_CALL: Final[dict[str, tuple[Callable[[Patched], Any], str]]] = {
     "other rows than the cache has": (
         lambda one: second(one, input_ids=torch.ones(3, 1, dtype=torch.long)), "the batch has 3 rows and the cache 2",
     ),
-    "gradients": (with_gradients, "for inference only"),
+    "gradients": (forward.__wrapped__, "for inference only"),
     "another dtype or device": (as_bfloat16, "unpatch(model), then patch(model)"),
     "a copy or a pickle": (lambda one: copy.deepcopy(one.model), "cannot be copied or pickled"),
     "`PagedCache(offloading=True)`": (

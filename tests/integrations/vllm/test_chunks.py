@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from pagedkv.integrations.vllm import chunks
 from pagedkv.integrations.vllm.chunks import ChunkCopies, TierUnderChunks
 from pagedkv.tiers import HostTier, Op
-from pagedkv.tiers.slots import Move, SlotTier
+from pagedkv.tiers.slots import SlotTier
 
 CHUNKS, SIZE = 16, 4096
 KEYS = [bytes([at]) * 32 + bytes(4) for at in range(CHUNKS)]
@@ -56,18 +57,13 @@ def test_chunks_come_back_to_other_places_as_they_were() -> None:
     primary.under.close()
 
 
-class Broken(HostTier):
-    """A host tier that cannot be read."""
-
-    def _load(self, moves: Sequence[Move]) -> None:
-        raise OSError(errno.EIO, "no such luck")
-
-
 def test_a_chunk_that_cannot_be_loaded_is_not_asked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)  # a busy machine shortens no skip
     monkeypatch.setattr(chunks, "time", clock)
-    primary = Primary(Broken("1MiB"))
+    tier = HostTier("1MiB")
+    tier._load = Mock(side_effect=OSError(errno.EIO, "no such luck"))  # type: ignore[method-assign]
+    primary = Primary(tier)
     primary.stored(1)
     assert primary.under.has(KEYS[0])
     ended = primary.job(Op.LOAD, KEYS[:1], [0])

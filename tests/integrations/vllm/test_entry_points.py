@@ -1,4 +1,4 @@
-"""The entry points: inert unless they are asked, and in a version that is known."""
+"""The entry points: inert unless they are asked, and in a version that is known. additional_config has options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import vllm as plugin
+from pagedkv.integrations.vllm.additional_config import linears_in, policy_in
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -56,3 +57,30 @@ def test_a_part_asked_for_by_name_refuses_another_version(monkeypatch: pytest.Mo
 def test_importing_the_plug_in_imports_neither_vllm_nor_torch() -> None:
     code = "import sys, pagedkv.integrations.vllm; sys.exit(bool({'vllm', 'torch', 'numba'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, object()])
+def test_lru_and_our_linear_layers_serve_where_nothing_is_asked_for(config: object) -> None:
+    assert (policy_in(config), linears_in(config)) == ("lru", True)
+    config = {"pagedkv_linears": False, "pagedkv_policy": "2q"}
+    assert (policy_in(config), linears_in(config)) == ("2q", False)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        *(
+            ({"pagedkv_policy": asked}, f"additional_config: policy is {asked!r}; give one of lru, 2q, lfu, cost")
+            for asked in ("fifo", None, 3, ["2q"])
+        ),
+        *(
+            ({"pagedkv_linears": asked}, f"'pagedkv_linears' of additional_config is {asked!r}; give true or false")
+            for asked in (1, "false", None)
+        ),
+        ({"pagedkv_polices": "2q"}, "pagedkv reads 'pagedkv_policy', 'pagedkv_linears': correct the name"),
+    ],
+)
+def test_a_wrong_value_or_key_is_refused_with_the_right_ones(config: dict[str, object], words: str) -> None:
+    for read in (policy_in, linears_in):
+        with pytest.raises(InvalidRequest, match=re.escape(words)):
+            read(config)
