@@ -1,6 +1,6 @@
 """The laws of FramePool, each told as the shortest story that would break it.
 
-Those of keys come last: what is found, what is refused, which of two equal keys counts.
+The laws of keys come last: a key finds its frame, a wrong key is refused, and of two equal keys the first counts.
 """
 
 from __future__ import annotations
