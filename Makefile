@@ -21,6 +21,8 @@ VLLM_TESTS ?= tests/integrations/vllm
 ARM_TESTS ?= tests/kernels/linear/test_linear.py tests/kernels/test_conformance.py -m 'not slow' \
 	-k 'not conformance or cpu-cpu and not cpu-cpu-'
 RAY    ?= 2.59.0
+PEERS  ?= openvino-genai==2026.4.1.0 optimum-intel==2.2.0 gguf==0.19.0
+LLAMA  ?= llama-cpp-python==0.3.36
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
 NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
 
@@ -44,7 +46,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm test-arm \
-	test-vllm-next test-nano-vllm test-models models compiled vllm-env check style types manual bench bench-check \
+	test-vllm-next test-nano-vllm test-models models compiled vllm-env check style types manual bench bench-check peers \
 	gpu gpu-kit gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
@@ -163,6 +165,15 @@ manual: $(STAMPS)/dev
 
 bench: $(STAMPS)/dev ## the microbenchmarks in ten minutes; rows are appended to bench/results
 	@$(BIN)/pagedkv bench all
+
+# llama.cpp fixes its instruction set when it is built: for this processor, and in avx2/ without AVX-512.
+peers: OF_AVX2 = $(foreach set,SSE42 AVX AVX2 FMA F16C BMI2,-DGGML_$(set)=ON)
+peers: ## OpenVINO GenAI and llama.cpp for `pagedkv bench generate --peers-python .venv-peers/bin/python` (builds for minutes)
+	@$(PYTHON) -m venv $(VENV)-peers
+	@$(VENV)-peers/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) $(PEERS)
+	@CMAKE_ARGS=-DGGML_NATIVE=ON $(VENV)-peers/bin/python -m pip install -qq --disable-pip-version-check $(LLAMA)
+	@[ -d $(VENV)-peers/avx2 ] || CMAKE_ARGS='-DGGML_NATIVE=OFF $(OF_AVX2)' $(VENV)-peers/bin/python -m pip install -qq \
+		--disable-pip-version-check --no-cache-dir --no-deps --target $(VENV)-peers/avx2 $(LLAMA)
 
 bench-check: $(STAMPS)/dev ## a quick run against the baseline of this instruction set, as ratios within each run
 	@isa=`$(BIN)/python -c 'from pagedkv.kernels import cpu; print(cpu.isa())'` && rows=`mktemp` && \

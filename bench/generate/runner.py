@@ -1,15 +1,15 @@
 """Time of the reference engine: its steps against the speed of memory, its prefill against torch's matrix products.
 
     decode      ms of one `Engine.step` that gives each sequence a token, after a context that lies in the pool
-    prefill     ms of the step that takes in a prompt of random ids
+    prefill     ms of the step that takes in a prompt of random ids; llama.cpp leaves the last of its tokens out
     overhead    ms of a step whose forward pass computes nothing: schedule, plan, sample, commit, deliver
 
-The variants take turns: the engine, generate() of transformers with its caches, per token, and decode steps of other
-engines, each in a process of its own (peers/). Before and after each variant memory is read: all weights, as fast as
-this machine reads. A step's bound is (bytes of weights + bytes of K and V) / that speed, for every variant that of
-bfloat16; a prefill's bound is its operations / the speed of a matrix product of torch, measured before and after it. A
-figure is the median over turns, and so is a ratio of two figures. A turn of steps is clean if half of its steps are, or
-all of them together; the median of the clean ones is its figure (clock.py).
+The variants take turns: the engine, generate() of transformers with its caches, per token, and other engines, each in a
+process of its own (peers/). Before and after each variant memory is read: all weights, as fast as this machine reads. A
+step's bound is (bytes of weights + bytes of K and V) / that speed, for every variant with its own bytes; a prefill's
+bound is its operations / the speed of a matrix product of torch, measured before and after it. A figure is the median
+over turns, and so is a ratio of two figures. A turn of steps is clean if half of its steps are, or all of them
+together; the median of the clean ones is its figure (clock.py).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measure(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         models.write_checkpoint(folder, config)
-        peers = stack.enter_context(started(folder, pythons, size_of(shapes, _steps_of_peers(turns))))
+        peers = stack.enter_context(started(folder, pythons, size_of([*shapes, (1, PROMPT)], _steps_of_peers(turns))))
         longest = max(batch * (context + 2 * STEPS) for batch, context in shapes)
         engine = models.engine_of(folder, max(longest, 256 * (64 + STEPS)))
         host = _Host(folder) if find_spec("transformers") else None
@@ -98,7 +98,7 @@ def measure(
             print(absent, file=sys.stderr)
         for shape in shapes:
             _report_decode(report_of_model, engine, (host, peers), shape, turns)
-        _report_prefill(report_of_model, engine, host, turns)
+        _report_prefill(report_of_model, engine, (host, peers), turns)
         _report_overhead(report_of_model, engine, turns)
 
 
@@ -185,7 +185,10 @@ def _report_decode(
     host, peers = others[0], {peer.variant.name: peer for peer in others[1]}
     tensors, spec = matrices(engine), engine.cache.spec
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * batch * context
-    num_bytes = sum(tensor.nbytes for tensor in tensors) + kv_bytes
+
+    def bytes_of(variant: str) -> float:
+        bits = peers[variant].variant.kv_bits if variant in peers else 16
+        return sum(tensor.nbytes for tensor in tensors) + kv_bytes * bits / 16
 
     def run(variant: str) -> Taken:
         if variant == OURS:
@@ -203,13 +206,13 @@ def _report_decode(
     with opened(others[1], shape, _steps_of_peers(turns)) as lost:
         ready = [name for name in peers if name not in lost]
         found = _in_turns((OURS, *hosts, *ready), turns, run, lambda: read_speed(tensors), lost)
-    _report_times(report_with_dtypes, "decode", shape, found, num_bytes, MEMORY)
+    _report_times(report_with_dtypes, "decode", shape, found, bytes_of, MEMORY)
     for variant, why in lost.items():
         report_with_dtypes(_axes("decode", shape, variant) | {"median": None, "why_not": why})
 
 
-def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: int) -> None:
-    config = engine.decoder.config
+def _report_prefill(report: Report, engine: Engine, others: tuple[_Host | None, Sequence[Peer]], turns: int) -> None:
+    host, peers, config = others[0], {peer.variant.name: peer for peer in others[1]}, engine.decoder.config
     length = min(PROMPT, config.max_position_embeddings - 8)
     layers = matrices(engine)[1:]
     pairs = length * (length + 1) // 2  # of queries and the keys that they see
@@ -219,6 +222,8 @@ def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: i
     def run(variant: str) -> Taken:
         if host and variant == DYNAMIC:
             return host.prefill(length)
+        if variant in peers:
+            return peers[variant].prefill(length)
         prompt = torch.randint(3, config.vocab_size, (length,)).tolist()
         request = engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
 
@@ -232,12 +237,18 @@ def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: i
 
     is_slow = linear.is_slow_in_torch(torch.bfloat16)
     axes = {"product": "float32"} if is_slow else {}  # another bound is another cell
-    others = (DYNAMIC,) if host and not is_slow else ()
-    found = _in_turns((OURS, *others), turns, run, lambda: product_speed(length))
-    _report_times(lambda row: report(axes | row), "prefill", (1, length), found, operations, "gflop_per_s")
+    hosts, lost = (DYNAMIC,) if host and not is_slow else (), dict[str, str]()
+    found = _in_turns((OURS, *hosts, *peers), turns, run, lambda: product_speed(length), lost)
+
+    def report_with_dtypes(row: Row) -> None:
+        peer = peers.get(row["variant"])
+        report(axes | row | (peer.about if peer else {}))
+
+    _report_times(report_with_dtypes, "prefill", (1, length), found, lambda _: operations, "gflop_per_s")
     if host and is_slow:
-        why = "torch multiplies bfloat16 without oneDNN here, so that a prompt takes minutes"
-        report(axes | _axes("prefill", (1, length), DYNAMIC) | {"median": None, "why_not": why})
+        lost[DYNAMIC] = "torch multiplies bfloat16 without oneDNN here, so that a prompt takes minutes"
+    for variant, why in lost.items():
+        report_with_dtypes(_axes("prefill", (1, length), variant) | {"median": None, "why_not": why})
 
 
 def product_speed(rows: int) -> float:
@@ -306,21 +317,21 @@ def _report_times(
     case: str,
     shape: tuple[int, int],
     found: dict[str, tuple[Timing, list[float]]],
-    work: float,
+    work: Callable[[str], float],
     speed: str,
 ) -> None:
-    """Report a row for each variant with its bound: `work` over the machine's speed. Only our own has a promise.
+    """Report a row for each variant with its bound: its `work` over the machine's speed. Only our own has a promise.
 
     Another variant's row has its time over ours, `over_pagedkv`: the median over the turns in which both count.
     """
     ours, _ = found[OURS]
     for variant, (timing, rates) in found.items():
         pairs = zip(timing.turns, rates, strict=True)
-        ratios = [seconds * rate / work for seconds, rate in pairs if seconds is not None]
+        ratios = [seconds * rate / work(variant) for seconds, rate in pairs if seconds is not None]
         row = _row(case, shape, variant, timing)
         row["must"] = MUSTS.get((case, *shape)) if variant == OURS else None
         row |= {"over_bound": statistics.median(ratios), "ratios": ratios}
-        row["bound"] = 1e3 * statistics.median(work / rate for rate in rates)
+        row["bound"] = 1e3 * statistics.median(work(variant) / rate for rate in rates)
         row[speed] = statistics.median(rates) / 1e9
         if speed == MEMORY:
             row["memory"] = [round(end(rates) / 1e9, 2) for end in (min, max)]

@@ -1,4 +1,4 @@
-"""Write a checkpoint of the shape of Qwen3 as a GGUF file, with its weights of bfloat16 as they are, and no vocabulary.
+"""Write a checkpoint of the shape of Qwen3 as a GGUF file, with its weights of bfloat16 or float16, and no vocabulary.
 
 This file imports gguf and numpy. It must not import pagedkv, which the environment of llama.cpp lacks.
 """
@@ -22,11 +22,11 @@ NAMES = {
 """A tensor of safetensors: the same in a GGUF file; those of a layer follow its number."""
 
 
-def write(folder: Path, path: Path) -> None:
-    """Write the checkpoint in `folder` to `path`."""
+def write(folder: Path, path: Path, dtype: str) -> None:
+    """Write the checkpoint in `folder` to `path`, with weights of `dtype`: bf16, as they are, or f16."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     out = gguf.GGUFWriter(str(path), "qwen3")
-    out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    out.add_file_type(gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"])
     out.add_context_length(config["max_position_embeddings"])
     out.add_embedding_length(config["hidden_size"])
     out.add_block_count(config["num_hidden_layers"])
@@ -40,8 +40,9 @@ def write(folder: Path, path: Path) -> None:
     out.add_vocab_size(config["vocab_size"])
     out.add_tokenizer_model("no_vocab")
     for name, bits in _tensors(folder / "model.safetensors"):
-        if bits.ndim == 1:  # norms are of float32 in all GGUF files
-            out.add_tensor(_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        if bits.ndim == 1 or dtype == "f16":
+            wide = (bits.astype(np.uint32) << 16).view(np.float32)  # norms are of float32 in all GGUF files
+            out.add_tensor(_name(name), wide if bits.ndim == 1 else wide.astype(np.float16))
         else:
             out.add_tensor(_name(name), bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     out.write_header_to_file()

@@ -1,6 +1,6 @@
 """Decode steps of llama.cpp, through the C API of llama-cpp-python: each is one `llama_decode` and the greedy choice.
 
-The weights are those of the checkpoint, bfloat16, in a GGUF file. A step decodes a token of each sequence. Each
+A GGUF file has the weights of the checkpoint, in bfloat16 or float16. A step decodes a token of each sequence. Each
 sequence has a stream of its own in the cache; the context is computed once and copied to the streams. Each run begins
 at the same context, because the tokens of the run before are removed.
 This file must not import pagedkv, which the environment of llama.cpp lacks.
@@ -18,6 +18,8 @@ from gguf_file import write
 
 CHUNK = 512
 """Tokens of context that are computed at once."""
+SETS = ("AVX512_BF16", "AVX512", "AVX2", "NEON")
+"""Instruction sets as llama.cpp names them, the best first."""
 TYPES = {"f16": 1, "bf16": 30}
 """The dtypes of K and V as ggml numbers them."""
 
@@ -26,9 +28,12 @@ class Engine:
     """The model, and the context of the open sequences."""
 
     def __init__(self, load: Any) -> None:
-        path = load.folder / "model.gguf"
+        features = {name.split("=")[0].strip() for name in c.llama_print_system_info().decode().split("|")}
+        if load.isa == "avx2" and "AVX512" in features:
+            raise RuntimeError("this llama.cpp was built with AVX-512; `make peers` builds one without")
+        path = load.folder / f"{load.weights}.gguf"
         if not path.exists():
-            write(load.folder, path)
+            write(load.folder, path, load.weights)
         c.llama_log_set(SILENT, None)
         c.llama_backend_init()
         self.model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
@@ -36,10 +41,8 @@ class Engine:
             raise RuntimeError("llama.cpp could not load the GGUF file")
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
         self.load, self.context, self.batch = load, None, c.llama_batch_init(CHUNK, 0, 1)
-        features = c.llama_print_system_info().decode().split("|")
-        has_bf16 = any(feature.split("=")[0].strip() == "AVX512_BF16" for feature in features)
-        self.about = {"version": f"llama-cpp-python {version('llama-cpp-python')}", "weights": "bf16", "kv": load.kv}
-        self.about["isa"] = "AVX512_BF16" if has_bf16 else "without AVX512_BF16"
+        self.about = {"version": f"llama-cpp-python {version('llama-cpp-python')}", "weights": load.weights}
+        self.about |= {"kv": load.kv, "isa": next((name for name in SETS if name in features), "none")}
 
     def open(self, batch: int, context: int, steps: int) -> None:
         """Compute a context of random tokens, and give a copy to each sequence."""

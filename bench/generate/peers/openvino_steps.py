@@ -1,8 +1,8 @@
 """Decode steps of OpenVINO GenAI: each is one `step` of its continuous batching, over paged attention.
 
 optimum-intel converts the checkpoint, in a process of its own, to weights of float16, its nearest format. OpenVINO is
-told to compute in bfloat16, which is its own choice where the processor has it, and the dtype of K and V. A converted
-model of float16 asks for K and V of float16; one of fewer bits gets u8.
+told the dtype of K and V, and its own choice of arithmetic: bfloat16 where the processor has it, else float32 with K
+and V of float16. A converted model of float16 asks for K and V of float16; one of fewer bits gets u8.
 A context of random tokens is computed for each sequence; no prefix is shared. Each step makes it longer, so that it
 begins half of all steps below the length that was asked for.
 This file must not import pagedkv, which the environment of OpenVINO lacks.
@@ -40,13 +40,15 @@ class Engine:
         scheduler.max_num_batched_tokens, scheduler.max_num_seqs = CHUNK, load.sequences
         scheduler.enable_prefix_caching, scheduler.dynamic_split_fuse = False, True
         scheduler.num_kv_blocks = load.tokens // BLOCK + 2 * load.sequences
-        properties = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": load.kv}
+        has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        precision, kv = ("bf16", load.kv) if has_bf16 else ("f32", load.kv.replace("bf16", "f16"))
+        properties = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": kv}
         properties["INFERENCE_NUM_THREADS"] = load.threads
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             str(converted(load.folder)), scheduler, "CPU", properties
         )
-        self.about = {"version": f"openvino-genai {version('openvino-genai')}", "weights": "f16", "kv": load.kv}
-        self.about["precision"] = "bf16"
+        self.about = {"version": f"openvino-genai {version('openvino-genai')}", "weights": "f16", "kv": kv}
+        self.about["precision"] = precision
 
     def open(self, batch: int, context: int, steps: int) -> None:
         """Compute a context of random tokens for each sequence."""

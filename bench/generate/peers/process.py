@@ -16,6 +16,7 @@ from typing import Any, Final
 from pagedkv.bench.clock import is_undisturbed, switches_below, together, track
 from pagedkv.bench.worker_process import WorkerProcess
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cpu
 from pagedkv.kernels.threads import num_threads
 
 HERE: Final = Path(__file__).parent
@@ -28,11 +29,17 @@ WAIT: Final = 10
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of another engine. steps: the file with its class Engine; kv: the dtype of K and V."""
+    """A variant of another engine.
+
+    steps:       the file with its class Engine.
+    weights, kv: the dtypes of weights, K and V. kv_bits: bits of an element of K and V with its share of the scale.
+    """
 
     name: str
     steps: Path
+    weights: str
     kv: str
+    kv_bits: float = 16
 
     @property
     def engine(self) -> str:
@@ -41,9 +48,10 @@ class Variant:
 
 
 VARIANTS: Final = (
-    Variant("OpenVINO", HERE / "openvino_steps.py", "bf16"),
-    Variant("OpenVINO, u8 KV", HERE / "openvino_steps.py", "u8"),
-    Variant("llama.cpp", HERE / "llama_cpp_steps.py", "f16"),
+    Variant("OpenVINO", HERE / "openvino_steps.py", "f16", "bf16"),
+    Variant("OpenVINO, u8 KV", HERE / "openvino_steps.py", "f16", "u8", 8.5),
+    Variant("llama.cpp", HERE / "llama_cpp_steps.py", "bf16", "f16"),
+    Variant("llama.cpp, f16 weights", HERE / "llama_cpp_steps.py", "f16", "f16"),
 )
 
 
@@ -60,8 +68,9 @@ class Size:
 
 
 class Peer:
-    """A worker process that runs one variant.
+    """A worker process that runs one variant on our instruction set.
 
+    A folder of its environment with the name of the set, if there is one, has builds for the set (`make peers`).
     about: fields of its rows: the version, and the dtypes of weights, K and V.
     Raises: InvalidRequest if `python` cannot be started.
     """
@@ -69,6 +78,9 @@ class Peer:
     def __init__(self, variant: Variant, python: str) -> None:
         self.variant, self.about = variant, dict[str, Any]()
         environ = {"OMP_NUM_THREADS": str(num_threads()), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
+        environ["PYTHONPATH"] = str(Path(python).absolute().parent.parent / cpu.isa())
+        if cpu.isa() == "avx2":
+            environ |= dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "OV_CPU_MAX_ISA"), "AVX2")
         command = [python, str(WORKER), str(variant.steps)]
         try:
             self._worker = WorkerProcess("its process", command, environ, HERE)
@@ -77,7 +89,8 @@ class Peer:
 
     def load(self, folder: Path, size: Size) -> None:
         """Load the checkpoint in `folder`. Raises: Lost"""
-        asked = {"folder": str(folder), "kv": self.variant.kv, "threads": num_threads()}
+        asked = {"folder": str(folder), "isa": cpu.isa(), "threads": num_threads()}
+        asked |= {"weights": self.variant.weights, "kv": self.variant.kv}
         self.about = self._ask("load", **asked, **vars(size))["about"]
 
     def open(self, batch: int, context: int, steps: int) -> None:
@@ -97,6 +110,11 @@ class Peer:
             return [(seconds, is_undisturbed(switches, seconds)) for seconds, switches in taken]
 
         return together(run, switches_below)
+
+    def prefill(self, length: int) -> tuple[float, bool]:
+        """Return the seconds to the first token of a prompt, and whether they were clean. Raises: Lost"""
+        seconds, switches = self._ask("prefill", length=length)["taken"]
+        return seconds, is_undisturbed(switches, seconds)
 
     def forget(self) -> None:
         """End the sequences. Raises: Lost"""

@@ -1,13 +1,16 @@
-"""Time decode steps of another engine in that engine's own environment: `python worker.py STEPS.py`.
+"""Time prompts and decode steps of another engine in that engine's own environment: `python worker.py STEPS.py`.
 
 Each line of stdin is a request in JSON; each line of stdout is its answer:
 
-    {"do": "load", "folder": ..., "kv": ..., "threads": ..., "tokens": ..., "sequences": ...}
-                                   ->  {"about": {...}}     load the checkpoint; `about` are fields of the rows
+    {"do": "load", "folder": ..., ...}
+                                   ->  {"about": {...}}     load the checkpoint as LoadRequest says; `about` are fields
+                                                            of the rows
     {"do": "open", "batch": 8, "context": 2048, "steps": 54}
                                    ->  {}                   fill the caches of sequences; 54 steps will follow in all
     {"do": "run", "steps": 8}      ->  {"steps": [...]}     seconds and involuntary context switches of each step; on a
                                                             busy machine fewer steps, once LONGEST seconds are over
+    {"do": "prefill", "length": 2048}
+                                   ->  {"taken": ...}       the same of a prompt until its first token, for one sequence
     {"do": "close"}                ->  {}                   end the sequences
 
     {"why_not": "..."}                                      the answer to a request that failed
@@ -25,6 +28,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +42,14 @@ PAUSE = 0.01
 class LoadRequest:
     """The request to load a checkpoint.
 
+    isa:       "avx2" where the engine may not use AVX-512.
     kv:        the dtype of K and V.
     tokens:    the most tokens that all sequences together will have; `sequences`, the most sequences.
     """
 
     folder: Path
+    isa: str
+    weights: str
     kv: str
     threads: int
     tokens: int
@@ -83,18 +90,28 @@ class Worker:
         self.engine.step()
         taken = []
         for _ in range(steps):
-            before, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
-            self.engine.step()
-            seconds = time.perf_counter() - began
-            taken.append((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before))
+            taken.append(_timed(self.engine.step))
             if sum(seconds for seconds, _ in taken) > LONGEST:
                 break
         time.sleep(PAUSE)
         return {"steps": taken}
 
+    def prefill(self, length: int) -> dict[str, Any]:
+        """Time a prompt."""
+        taken = _timed(lambda: self.engine.open(1, length, 1))
+        self.engine.close()
+        return {"taken": taken}
+
     def close(self) -> None:
         """End the sequences."""
         self.engine.close()
+
+
+def _timed(run: Callable[[], object]) -> tuple[float, int]:
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
+    run()
+    seconds = time.perf_counter() - began
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
 
 
 def main() -> None:
