@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pagedkv
+from pagedkv import debug
 from pagedkv.cli import machine
 from pagedkv.engine.checkpoint import regular_files
 from pagedkv.errors import InvalidRequest
@@ -37,7 +38,7 @@ _NUMBERS: Final = {"family": "cpu family", "model": "model"}
 
 
 def provenance() -> dict[str, Any]:
-    """Return machine, commit, versions, time and command: the same for all rows of one run."""
+    """Return machine, commit, versions, time, command and a forced instruction set: the same for all rows of a run."""
     return {
         "machine": f"{processor()}, {machine.cores()} CPUs",
         "commit": commit(),
@@ -45,7 +46,7 @@ def provenance() -> dict[str, Any]:
         | {name: found for name in VERSIONED if (found := version_of(name))},
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": command(),
-    }
+    } | ({"forced_isa": isa} if (isa := debug.forced_cpu_isa()) else {})
 
 
 def command() -> str:
