@@ -88,7 +88,7 @@ def extensions() -> list[Extension]:
 
 def sets_of_this_machine(compiler: list[str]) -> list[str]:
     """Return the source of the best instruction set that this machine has; all sources if the compiler cannot say."""
-    command = [*compiler[:1], "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     native = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     if "__x86_64__" not in native:
         return list(X86_FLAGS)
@@ -98,7 +98,7 @@ def sets_of_this_machine(compiler: list[str]) -> list[str]:
 
 def is_known(compiler: list[str], name: str) -> bool:
     """Return whether the compiler knows the flags of a set: gcc 10 has no -mavxvnni."""
-    command = [*compiler[:1], *SETS[name], "-E", "-x", "c++", os.devnull]
+    command = [*compiler, *SETS[name], "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
@@ -119,7 +119,7 @@ class OptionalBuild(build_ext):
                     self.build_temp, self.force = str(kept), True  # objects that are up to date are not compiled again
                 sets = [name for name in SETS if is_known(self.compiler.compiler_so, name)]
                 if kept and SETS is X86_FLAGS and os.environ.get("PAGEDKV_BUILD_SETS") != "all":
-                    sets = sets_of_this_machine(self.compiler.compiler_so)
+                    sets = [name for name in sets_of_this_machine(self.compiler.compiler_so) if name in sets]
                 commands = Commands(sets, kept)
                 self._compile_at_once(pool, commands)
                 super().build_extension(ext)

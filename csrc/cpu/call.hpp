@@ -53,7 +53,7 @@ struct Scratch {
 };
 
 constexpr int64_t TILE = 128;  // keys whose scores exist at a time
-constexpr int64_t AT_ONCE = 32;  // keys decoded or packed at a time; columns of values packed at a time
+constexpr int64_t AT_ONCE = 32;  // keys decoded at a time
 constexpr int64_t PADDING = 32;  // head dims are padded to a multiple of it inside a unit
 constexpr int64_t MAX_LANES = 16;
 

@@ -15,12 +15,13 @@ _IMPORTED_BY: Final = os.getpid()
 
 
 def _quota_of_cgroups(root: str = "") -> int | None:
-    """Return how many CPUs the cgroups of this process may use at once (cpu.max), rounded down; None without a limit.
+    """Return how many CPUs the cgroups of this process may use at once, rounded down; None without a limit.
 
+    Only cgroups of version 2 are read (cpu.max).
     root: where /proc and /sys are mounted, for tests
     """
     quotas = []
-    with suppress(OSError, StopIteration):
+    with suppress(OSError, StopIteration, ValueError):
         lines = Path(f"{root}/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         folder = Path(root + "/sys/fs/cgroup" + next(line[3:] for line in lines if line.startswith("0::")))
         for each in (folder, *folder.parents):  # the limit of a parent holds, too

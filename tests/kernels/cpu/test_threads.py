@@ -172,7 +172,6 @@ def test_the_laws_of_a_team(flags: tuple[str, ...], tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.slow
 def test_many_threads_neither_add_to_the_same_lines_nor_wait_for_each_other(tmp_path: Path) -> None:
-    """Before, 64 threads added 12,700 times to common lines, and a layer with 2,048 keys took 3.6 times its reads."""
     sizes = (2, 4, 8, 16, 24, 32, 64, 100, 128)
     command = [compiled(tmp_path, "many_threads.cpp"), *map(str, sizes)]
     lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout.splitlines()
