@@ -114,7 +114,9 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
         assert step is not None
         for layer in layers:
             write_kv(*(x.transpose(1, 2).flatten(0, 1) for x in (k, v)), kv[layer], step.batch[layer])
+            cache.note_stored(layer)
         cache.end(is_done=True)
+        assert cache.get_seq_length() == context  # else generate() computes the context
         return cache
     if variant == "StaticCache":
         cache = transformers.StaticCache(config=model.config, max_cache_len=context + STEPS + 1)
