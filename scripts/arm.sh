@@ -23,7 +23,8 @@ Dir::State "$here/apt/state"; Dir::State::status "$here/apt/status"; Dir::Cache 
 END
     export APT_CONFIG=$here/apt.conf
     apt-get -qq update
-    apt-get -qq install --download-only --yes --no-install-recommends python3.11 libpython3.11-dev libgomp1 >/dev/null
+    apt-get -qq install --download-only --yes --no-install-recommends python3.11 libpython3.11-dev libgomp1 \
+        libstdc++6 >/dev/null
     unset APT_CONFIG
     for package in apt/cache/archives/*.deb; do dpkg -x "$package" part; done
     mv part root && rm -r apt
