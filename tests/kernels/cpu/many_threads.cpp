@@ -1,6 +1,7 @@
 // A layer of a decode step on many threads, counted on any machine: test_threads.py compiles and runs it. The threads
 // are real, but only that of the least simulated time goes on, so times are the same in each run. Costs, in ns, were
-// measured on a Zen 3: an add to a line of another core 58.7, to an own one 6.7; to norm an element 1; to fold a row 94.
+// measured on a Zen 3: an add to a line of another core 58.7, to an own one 6.7; to norm an element 1;
+// to fold a row 94.
 // A thread reads 5 GB/s, so 64 read 300. No line: waking threads, and their meeting at the end of a call.
 //
 // Prints for each number of threads and shape of attention a line: threads, sequences, keys, atomic adds to lines that
