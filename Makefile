@@ -46,8 +46,8 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
-	test-arm test-vllm-next test-nano-vllm test-models models compiled vllm-env check style types manual bench bench-check peers \
-	gpu gpu-kit gpu-sanitize docs wheel constraints clean FORCE
+	test-arm test-vllm-next test-nano-vllm test-models models compiled vllm-env check style types manual bench \
+	bench-check peers gpu gpu-kit gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
