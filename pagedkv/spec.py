@@ -2,11 +2,12 @@
 
 One layer's slice of a frame, in address order (K kv heads, S block_size, D head_dim, Dv head_dim_v):
 
-    | K  [K, S, D] | V  [K, S, Dv] | k_scale f32 [K, S] | v_scale f32 [K, S] |
+    | K  [K, S, D] | V  [K, S, Dv] | k_scale f16 [K, S] | v_scale f16 [K, S] |
 
-Each region is padded to 64 bytes; scales exist only if the KV is quantised. If values lie in keys (`value_in_key`), V
-and v_scale have no region of their own: they are views of K and k_scale. A frame is `num_layers` such slices, one
-after the other: one contiguous run of bytes.
+Each region is padded to 64 bytes; scales exist only if the KV is quantised. In "k5v4" the page of a head, S keys of 5
+bits an element, is two planes: the low 4 bits [S, D / 2], then the fifth bits [S, D / 8]. If
+values lie in keys (`value_in_key`), V and v_scale have no region of their own: they are views of K and k_scale. A frame
+is `num_layers` such slices, one after the other: one contiguous run of bytes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from pagedkv.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8, "int8": 8, "int4": 4}
-"""Bits of one stored element. The last four are quantised: a float32 scale is kept beside each (token, head)."""
-
-KINDS: Final = {name: kind for kind, name in enumerate(BITS)}
-"""The number of each dtype in kernels: csrc/cuda/elements.cuh, csrc/cpu/call.hpp, kernels/numba/elements.py."""
-
 COMPUTE_DTYPES: Final = ("float32", "bfloat16", "float16")
+
+BITS: Final = dict(zip(COMPUTE_DTYPES, (32, 16, 16), strict=True)) | {
+    "fp8_e4m3": 8, "fp8_e5m2": 8, "int8": 8, "int5": 5, "code4": 4,
+}  # fmt: skip
+"""Bits of one stored element. All but the first three are quantised: a float16 scale is kept per (token, head)."""
+
+NUMBERS: Final = {name: number for number, name in enumerate(BITS)}
+"""The number of each element in kernels: csrc/cuda/elements.cuh, csrc/cpu/call.hpp, kernels/numba/elements.py."""
+
+ELEMENTS: Final = {name: (name, name) for name in (*COMPUTE_DTYPES, "fp8_e4m3", "fp8_e5m2", "int8")} | {
+    "k8v4": ("int8", "code4"),
+    "k5v4": ("int5", "code4"),
+}
+"""The elements of K and of V in each kind of KV. K and V of the last two are rotated before they are quantised."""
 ALIGNMENT: Final = 64
 """Every K, V and scale region starts at a multiple of this many bytes: a cache line, and any vector load."""
 
@@ -77,10 +86,11 @@ class KVSpec:
 
     num_layers, num_kv_heads (K), head_dim (D), head_dim_v (Dv; D if None), block_size (S, tokens per frame).
     dtype:    the dtype that the model computes in: "float32", "bfloat16" or "float16".
-    kv_dtype: the dtype of the stored KV: None for the same, or "fp8_e4m3", "fp8_e5m2", "int8", "int4".
+    kv_dtype: the kind of the stored KV: None for `dtype`, or "fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "k5v4".
     window:   the number of positions that a query sees, its own included; None for all.
     keep:     how many positions behind the window stay in the pool, so that a rollback (truncate) may cross the window.
     sinks:    how many first positions every query sees beside its window; their pages are never given back.
+    calibration: the SHA-256 of the statistics of K's channels, in hex; a cache that is given statistics sets it.
     value_in_key: each value is the first Dv elements of its key, as the latents of MLA with absorbed attention:
               head_dim 576, head_dim_v 512, num_kv_heads 1. Only keys are stored: `write_kv(k, None, ...)`.
     Raises:   InvalidRequest for a geometry that cannot be laid out.
@@ -97,6 +107,7 @@ class KVSpec:
     keep: int = 0
     value_in_key: bool = False
     sinks: int = 0
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "head_dim_v", "window"):
@@ -110,15 +121,17 @@ class KVSpec:
                 raise InvalidRequest(f"KVSpec.{name} is {count} without a window; {otherwise} without one")
         if not isinstance(self.dtype, str) or self.dtype not in COMPUTE_DTYPES:
             raise InvalidRequest(f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
-        stored = [name for name in BITS if name == self.dtype or name not in COMPUTE_DTYPES]
+        stored = [name for name in ELEMENTS if name == self.dtype or name not in COMPUTE_DTYPES]
         if self.kv_dtype is not None and (not isinstance(self.kv_dtype, str) or self.kv_dtype not in stored):
+            instead = "; int4 changed what models say, take k5v4 or k8v4" if self.kv_dtype == "int4" else ""
             raise InvalidRequest(
                 f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or, with dtype {self.dtype}, one of "
-                f"{', '.join(stored)}"
+                f"{', '.join(stored)}{instead}"
             )
-        if self.stored_dtype == "int4" and (self.head_dim % 2 or self.value_dim % 2):
+        if self.rotated and (self.head_dim % 8 or self.value_dim % 8 or self.value_in_key):
             raise InvalidRequest(
-                f"int4 packs two elements in a byte: head dims {self.head_dim} and {self.value_dim} must be even"
+                f"{self.kv_dtype} rotates runs of 8 elements or more, and K apart from V: head dims {self.head_dim} "
+                f"and {self.value_dim} must be multiples of 8, and value_in_key False; int8 and fp8 take any"
             )
         if not isinstance(self.value_in_key, bool) or (self.value_in_key and self.value_dim > self.head_dim):
             raise InvalidRequest(
@@ -133,13 +146,18 @@ class KVSpec:
 
     @property
     def stored_dtype(self) -> str:
-        """The name of the element type in the pool."""
+        """The kind of KV in the pool."""
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def quantised(self) -> bool:
-        """True if a float32 scale is stored beside each (token, head) of K and of V."""
+        """True if a float16 scale is stored beside each (token, head) of K and of V."""
         return self.stored_dtype not in COMPUTE_DTYPES
+
+    @property
+    def rotated(self) -> bool:
+        """True if K and V are rotated before they are quantised (kernels/quant.py)."""
+        return ELEMENTS[self.stored_dtype][1] == "code4"
 
     def regions(self) -> dict[str, tuple[int, int]]:
         """Return (offset in a layer's slice, bytes used) of "k", "v" and, if quantised, "k_scale" and "v_scale".
@@ -147,12 +165,10 @@ class KVSpec:
         Without those of V if values lie in keys.
         """
         rows = self.num_kv_heads * self.block_size
-        sizes = {
-            "k": rows * self.head_dim * BITS[self.stored_dtype] // 8,
-            "v": rows * self.value_dim * BITS[self.stored_dtype] // 8,
-        }
+        k, v = (BITS[element] for element in ELEMENTS[self.stored_dtype])
+        sizes = {"k": rows * self.head_dim * k // 8, "v": rows * self.value_dim * v // 8}
         if self.quantised:
-            sizes |= {"k_scale": rows * 4, "v_scale": rows * 4}
+            sizes |= {"k_scale": rows * 2, "v_scale": rows * 2}
         if self.value_in_key:
             sizes = {name: size for name, size in sizes.items() if name.startswith("k")}
         offset, regions = 0, {}

@@ -66,6 +66,8 @@ class PagedKVCache(MemoryManager):
                   (KVSpec.window). A frame is as large as the largest group needs, so groups with equal numbers of
                   layers waste no memory.
     layer_groups: the group of each layer; None: the layers of group 0 come first, then those of group 1, and so on.
+    calibration:  for KV of k8v4 or k5v4, a centre and a divisor of K's channels, float32 [layers, K, 2, D]: k5v4 then
+                  costs a model less. Tiers never mix pages of two calibrations.
     num_frames:   the size of the pool; or give `memory` to fill: "40GiB", or an int of bytes. Without both, the pool
                   may hold half of the available memory of a CPU, which the system hands out as frames are first
                   written, or three fifths of the free memory of a GPU. There it begins with an eighth, and `plan`
@@ -88,6 +90,7 @@ class PagedKVCache(MemoryManager):
         spec: KVSpec | Sequence[KVSpec],
         *,
         layer_groups: Sequence[int] | None = None,
+        calibration: torch.Tensor | None = None,
         num_frames: int | None = None,
         memory: str | int | None = None,
         device: torch.device | str = "cpu",
@@ -97,10 +100,13 @@ class PagedKVCache(MemoryManager):
         model: str = "", rank: int = 0,
         **manager_options: Any,
     ) -> None:  # fmt: skip
-        self.specs: tuple[KVSpec, ...] = specs_of(spec)
-        self.layer_groups: tuple[int, ...] = groups_of_layers(self.specs, layer_groups)
-        self.spec: KVSpec = self.specs[0]
+        specs = specs_of(spec)
+        self.layer_groups: tuple[int, ...] = groups_of_layers(specs, layer_groups)
         self.device: torch.device = device_of(device)
+        self.specs: tuple[KVSpec, ...]
+        self.calibration: torch.Tensor | None
+        self.specs, self.calibration = Storage.calibrated(specs, self.layer_groups, calibration, self.device)
+        self.spec: KVSpec = self.specs[0]
         frames, self._limit = sizes.pool_sizes(self.specs, num_frames, memory, self.device)
         self._has_size = num_frames is not None or memory is not None
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
@@ -114,12 +120,17 @@ class PagedKVCache(MemoryManager):
         # The cache makes the copies itself, so the kernel is called without the checks of `copy_frames`.
         copying = Case("copy_frames", self.device.type, device_index=self.device.index)
         self._copy_frames = registry.resolve(copying, self.backend).load().copy_frames
-        self.storage: Storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
+        self.storage: Storage = self._storage(frames)
         self._resized: list[Callable[[PagedKVCache], object]] = []
         self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
         self._poison = Poison(self, skips_fresh=not self._has_size)
         self.tiers.attach(self, self.storage.frames, self.specs, self.layer_groups)
+
+    def _storage(self, num_frames: int) -> Storage:
+        """Return a pool of this many frames."""
+        groups = self.layer_groups
+        return Storage(self.specs, num_frames, self.device, layer_groups=groups, calibration=self.calibration)
 
     @property
     def limit(self) -> int:
@@ -313,7 +324,7 @@ class PagedKVCache(MemoryManager):
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
-        storage = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
+        storage = self._storage(num_frames)
         self.tiers.require_quiet()
 
         def move(stayed: npt.NDArray[np.int64], moves: I32) -> list[Assignment]:

@@ -12,7 +12,9 @@ must not know who uses a frame.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import huge_pages, quant
 from pagedkv.kernels.args import KVLayer
-from pagedkv.spec import KVSpec
+from pagedkv.spec import ELEMENTS, KVSpec
 
 _FRAMES_PER_COPY: Final = 1024
 """Frames per copy in `take_over`: indexing makes a temporary copy."""
@@ -84,8 +86,9 @@ class Storage:
 
     spec:         the geometry, or a list with that of each layer group.
     layer_groups: the group of each layer; None if the layers of group 0 come first, then those of group 1, and so on.
-    Shapes: frames uint8 [F, frame_bytes]; layers[l].k [F, S, K, D] (D/2 for int4), v [F, S, K, Dv], scales float32 [F,
-            S, K] or None
+    calibration:  a centre and a divisor of K's channels, for rotated kinds; None for none.
+    Shapes: frames uint8 [F, frame_bytes]; layers[l].k [F, S, K, D], v [F, S, K, Dv], scales float16 [F, S, K] or None;
+            calibration float32 [layers, K, 2, D], on the device of the frames
     Raises: InvalidRequest if the memory cannot be had, or the groups do not fit their layers
     """
 
@@ -96,6 +99,7 @@ class Storage:
         device: torch.device | str = "cpu",
         *,
         layer_groups: Sequence[int] | None = None,
+        calibration: torch.Tensor | None = None,
     ) -> None:
         self.specs: tuple[KVSpec, ...] = specs_of(spec)
         self.layer_groups: tuple[int, ...] = groups_of_layers(self.specs, layer_groups)
@@ -115,23 +119,55 @@ class Storage:
         self.layers: list[KVLayer] = [
             self._layer(self.specs[group], place) for group, place in zip(self.layer_groups, places, strict=True)
         ]
+        if calibration is not None:
+            self.layers = [
+                replace(layer, calibration=of_layer)
+                for layer, of_layer in zip(self.layers, calibration.unbind(0), strict=True)
+            ]
 
     def _layer(self, spec: KVSpec, place: int) -> KVLayer:
         """Return the views of the layer that has this place, from 0, in its group."""
         parts: dict[str, Any] = {}
-        packed = 2 if spec.stored_dtype == "int4" else 1
-        for name, (offset, _) in spec.regions().items():
+        rows = spec.num_kv_heads * spec.block_size
+        for name, (offset, num_bytes) in spec.regions().items():
             is_scale = name.endswith("_scale")
-            dtype = torch.float32 if is_scale else quant.DTYPES[spec.stored_dtype]
-            dim = 1 if is_scale else (spec.head_dim if name == "k" else spec.value_dim) // packed
+            dtype = torch.float16 if is_scale else quant.DTYPES[ELEMENTS[spec.stored_dtype][name == "v"]]
+            dim = num_bytes // (rows * dtype.itemsize)
             typed, size = self.bytes.view(dtype), dtype.itemsize
             shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
             strides = (self.frame_bytes // size, dim, spec.block_size * dim, 1)
             view = typed.as_strided(shape, strides, (place * spec.layer_bytes + offset) // size)
             parts[name] = _without_base(view[..., 0] if is_scale else view)
         if spec.value_in_key:  # torch knows these views, as it must: a store into the keys changes the values
-            parts |= {"v": parts["k"][..., : spec.value_dim // packed], "v_scale": parts.get("k_scale")}
+            parts |= {"v": parts["k"][..., : spec.value_dim], "v_scale": parts.get("k_scale")}
         return KVLayer(**parts)
+
+    @staticmethod
+    def calibrated(
+        specs: tuple[KVSpec, ...], layer_groups: tuple[int, ...], given: torch.Tensor | None, device: torch.device
+    ) -> tuple[tuple[KVSpec, ...], torch.Tensor | None]:
+        """Return the specs with the digest of a calibration, and it on `device`: float32 [layers, K, 2, D].
+
+        Raises: InvalidRequest unless it fits the layers, its numbers are finite and the divisors positive
+        """
+        if given is None:
+            return specs, None
+        spec, shapes = specs[0], {(x.num_kv_heads, x.head_dim) for x in specs}
+        want = f"float32 [{len(layer_groups)} layers, {spec.num_kv_heads}, 2, {spec.head_dim}]"
+        if len(shapes) > 1 or not all(x.rotated for x in specs):
+            raise InvalidRequest(
+                f"a calibration is given for KV of {spec.stored_dtype}; only k8v4 and k5v4 take one, and all layer "
+                "groups then have equally many kv heads and head dims"
+            )
+        shape = (len(layer_groups), spec.num_kv_heads, 2, spec.head_dim)
+        if not isinstance(given, torch.Tensor) or given.dtype != torch.float32 or given.shape != shape:
+            found = f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+            raise InvalidRequest(f"calibration is {found}; it must be {want}: a centre and a divisor of K's channels")
+        values = given.detach().cpu().contiguous()
+        if not values.isfinite().all() or not (values[:, :, 1] > 0).all():
+            raise InvalidRequest("calibration has numbers that are not finite, or divisors that are not positive")
+        digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        return tuple(replace(x, calibration=digest) for x in specs), values.to(device, copy=True)
 
     def take_over(self, old: Storage, used: torch.Tensor, moves: torch.Tensor) -> None:
         """Copy frames of `old` into this pool: `used` to the same numbers, moves[:, 0] to moves[:, 1].

@@ -36,23 +36,29 @@ class KVLayer:
     """One layer of the pool, as strided views of memory that the pool owns.
 
     Shapes:  k [F, S, K, D], v [F, S, K, Dv]; any strides, last dim contiguous.
-             dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; or uint8 for int4, two elements in a
-             byte: then the last dim is D/2, element 2i in the low and 2i+1 in the high nibble, each stored plus 8.
-             k_scale, v_scale: None (scale 1), a number or float32 [] (per tensor), or float32 [F, S, K] (per token
+             dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, the same of both. Or both are rotated
+             (quant.py): v is uint8 [F, S, K, Dv/2], codes of 4 bits; k is int8, or uint8 [F, S, K, 5D/8], integers of
+             5 bits. Such S keys of a head in a frame are one run: the low 4 bits of each, [S, D/2], then the fifth
+             bits, [S, D/8]. Of two numbers in a byte the first has the low bits.
+             k_scale, v_scale: None (scale 1), a number or float32 [] (per tensor), or float16 [F, S, K] (per token
              and head). A number becomes a tensor on the device of k.
-             int8 and int4 need scales. value = stored * scale, and scale >= 0: unsigned integers weigh int4 values.
+             Integers need scales, codes those per (token, head). value = stored * scale, and scale >= 0.
+             calibration: None; or, for rotated layers, float32 [K, 2, D]: a centre and a divisor of K's channels. The
+             keys that are stored are (k - centre) / divisor.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    calibration: Tensor | None = None
 
     if TYPE_CHECKING:  # the arguments; the fields hold tensors
 
         def __init__(
-            self, k: Tensor, v: Tensor, k_scale: Tensor | float | None = None, v_scale: Tensor | float | None = None
-        ) -> None: ...
+            self, k: Tensor, v: Tensor, k_scale: Tensor | float | None = None, v_scale: Tensor | float | None = None,
+            calibration: Tensor | None = None,
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         if not (isinstance(self.k, Tensor) and isinstance(self.v, Tensor)):
@@ -80,7 +86,7 @@ def _scale_of(name: str, scale: object, k: Tensor) -> Tensor:
         with suppress(OverflowError):
             if math.isfinite(number := float(scale)):
                 return torch.full((), number, dtype=torch.float32, device=k.device)
-    raise InvalidRequest(f"layer.{name} is {scale!r}; give a number, a float32 tensor [] or [F, S, K], or None")
+    raise InvalidRequest(f"layer.{name} is {scale!r}; give a number, a float32 tensor [] or float16 [F, S, K], or None")
 
 
 @dataclass(frozen=True)
@@ -280,7 +286,7 @@ class AttentionCall(NamedTuple):
     The fields are the operator's arguments, in order: those of KVLayer, those of AttentionOptions, then those that
     change from call to call, which a bound call gives to its kernel.
 
-    Shapes:   k, v, k_scale, v_scale as in KVLayer
+    Shapes:   k, v, k_scale, v_scale, calibration as in KVLayer
               window, right as in AttentionOptions; sinks, alibi_slopes float32 [H]
               q [T, H, D]; block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
               tree_mask bool [T, >= max_seqlen_q]
@@ -293,6 +299,7 @@ class AttentionCall(NamedTuple):
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    calibration: Tensor | None
     scale: float
     causal: bool
     window: int | None
@@ -315,13 +322,13 @@ class AttentionCall(NamedTuple):
 
     def split(self) -> tuple[KVLayer, AttentionOptions, tuple[Any, ...]]:
         """Return the layer, the options, and the arguments that change from call to call."""
-        return KVLayer(*self[:4]), AttentionOptions(*self[4:12]), self[12:]
+        return KVLayer(*self[:5]), AttentionOptions(*self[5:13]), self[13:]
 
 
 class WriteCall(NamedTuple):
     """One call of `write_kv`, flat and checked. The fields are the operator's arguments, in order.
 
-    Shapes:   k, v, k_scale, v_scale as in KVLayer
+    Shapes:   k, v, k_scale, v_scale, calibration as in KVLayer
               cos, sin as in RotaryTable, both None if keys are not turned
               k_new [T, K, D], v_new [T, K, Dv], any float dtype; slots int64 [T], < 0 skipped; positions int64 [T]
     Modifies: k and v at `slots`; k_scale and v_scale there too, if they are per (token, head).
@@ -331,6 +338,7 @@ class WriteCall(NamedTuple):
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    calibration: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
@@ -342,7 +350,7 @@ class WriteCall(NamedTuple):
     def split(self) -> tuple[KVLayer, RotaryTable | None, tuple[Any, ...]]:
         """Return the layer, the rotary tables, and the arguments that change from call to call."""
         rope = None if self.cos is None or self.sin is None else RotaryTable(self.cos, self.sin, self.interleaved)
-        return KVLayer(*self[:4]), rope, self[7:]
+        return KVLayer(*self[:5]), rope, self[8:]
 
 
 class GatherSource(NamedTuple):
@@ -351,13 +359,15 @@ class GatherSource(NamedTuple):
     Row j of sequence b is position first[b] + j. A position before 0, at or past seq_lens[b], or in a hole has no
     token.
 
-    Shapes:   k, v, k_scale, v_scale as in KVLayer; block_table, rows, seq_lens as in PagedBatch; first int32 [B]
+    Shapes:   k, v, k_scale, v_scale, calibration as in KVLayer; block_table, rows, seq_lens as in PagedBatch; first
+              int32 [B]
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    calibration: Tensor | None
     block_table: Tensor
     rows: Tensor | None
     seq_lens: Tensor
@@ -392,7 +402,7 @@ _SCHEMA_TYPES: Final = {
 
 def bound_fields(layer: KVLayer, rest: AttentionOptions | RotaryTable | None) -> tuple[Any, ...]:
     """Return the first fields of an AttentionCall, or of a WriteCall: those that a bound call fixes."""
-    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale, layer.calibration)
     if isinstance(rest, AttentionOptions):
         return *pool, *rest
     return *pool, *((None, None, False) if rest is None else (rest.cos, rest.sin, rest.interleaved))

@@ -182,11 +182,11 @@ def prefill_of(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> str:
 def _geometry(layer: KVLayer | AttentionCall | WriteCall | GatherSource) -> dict[str, Any]:
     return {
         "device_index": layer.k.device.index,
-        "kv_dtype": quant.NAMES[layer.k.dtype],
+        "kv_dtype": quant.kind_name(layer.k, layer.v),
         "block_size": layer.k.shape[1],
         "num_kv_heads": layer.k.shape[2],
         "head_dim": quant.head_dim(layer.k),
-        "head_dim_v": quant.head_dim(layer.v),
+        "head_dim_v": quant.head_dim(layer.v, is_value=True),
     }
 
 

@@ -87,7 +87,7 @@ WRITE: Final = (
 )
 LAYER: Final = (
     _Rule("k", _POOL, "F S K D", "layer.k", has_rows=True),
-    _Rule("v", "", "F S K Dv", "layer.v", has_rows=True, about=": K and V of one layer"),
+    _Rule("v", f"{_POOL}", "F S K Dv", "layer.v", has_rows=True, about=": K and V of one layer"),
 )
 GATHERED, GATHERED_PADDED = (
     (
@@ -162,7 +162,7 @@ def inference_only(**tensors: Tensor | None) -> None:
 def attention(call: AttentionCall) -> None:
     """Raise InvalidRequest if `call` breaks the contract of `paged_attention`."""
     layer(call)
-    K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
+    K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v, is_value=True)
     _query_dtype(call)
     sizes = _keep(ATTENTION, call._asdict(), D=D, Dv=Dv, max_seqlen_q=call.max_seqlen_q)
     if sizes["H"] % K or not sizes["H"]:
@@ -203,7 +203,7 @@ def write(call: WriteCall) -> None:
         layer(call)
     if not scales_of_two(call):
         raise InvalidRequest("layer.k and layer.v have the same scales, as values lie in keys; give v=None")
-    K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
+    K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v, is_value=True)
     sizes = _keep(WRITE, call._asdict(), K=K, D=D, Dv=Dv)
     writable(call)
     if call.cos is not None or call.sin is not None:
@@ -246,7 +246,7 @@ def gather_source(source: GatherSource) -> None:
 def gather_results(call: GatherCall) -> None:
     """Raise InvalidRequest unless the tensors of `out` can hold what `gather_kv` returns."""
     x, rows = call.source, call.k_out.shape[:-2]
-    dims = quant.head_dim(x.k), quant.head_dim(x.v)
+    dims = quant.head_dim(x.k), quant.head_dim(x.v, is_value=True)
     sizes = {"B": len(x.seq_lens), "K": x.k.shape[2], "D": dims[0], "Dv": dims[1]}
     rules = GATHERED_PADDED if call.k_out.dim() == 4 else GATHERED
     _keep(rules, {"k_out": call.k_out, "v_out": call.v_out}, **sizes)
@@ -434,26 +434,59 @@ def _in_memory(name: str, x: Tensor) -> None:
 
 
 def layer(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
-    """Raise InvalidRequest unless k, v and their scales are one layer of a pool."""
+    """Raise InvalidRequest unless k, v, their scales and the calibration are one layer of a pool."""
     k, v = call.k, call.v
     _keep(LAYER, {"k": k, "v": v})
     if 0 in (*k.shape[1:], v.shape[3]):
         raise InvalidRequest(f"layer.k is {list(k.shape)} and layer.v is {list(v.shape)}: only F may be 0")
+    if quant.kind_name(k, v) is None:
+        raise InvalidRequest(
+            f"layer.k is {_dtype_of(k)} and layer.v is {_dtype_of(v)}: K and V of one layer have one dtype, or V is "
+            "uint8 (codes) and K int8 or uint8 (integers of 5 bits)"
+        )
+    is_rotated = quant.is_rotated(v)
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        per_token = (torch.float16, tuple(k.shape[:3]))
+        want = f"float16 {list(k.shape[:3])} (one per token and head)"
+        allowed = (per_token,) if is_rotated else (per_token, (torch.float32, ()))
+        want = want if is_rotated else f"float32 [] (one for all) or {want}"
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
-                raise InvalidRequest(
-                    f"layer.{name} is None but layer.k is {_dtype_of(k)}: "
-                    "int8 and int4 need scales, float32 [] or [F, S, K]"
-                )
-        elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
-            want = f"float32 [] (one for all) or {list(k.shape[:3])} (one per token and head)"
+                raise InvalidRequest(f"layer.{name} is None but layer.k is {_dtype_of(k)}; it must be {want}")
+        elif (scale.dtype, tuple(scale.shape)) not in allowed:
             raise InvalidRequest(f"layer.{name} is {_described(scale)}; it must be {want}")
         elif k.dtype not in quant.QMAX:
             raise InvalidRequest(
-                f"layer.{name} is given but layer.k is {_dtype_of(k)}: "
-                "only fp8, int8 and int4 pools have scales; pass None"
+                f"layer.{name} is given but layer.k is {_dtype_of(k)}: only fp8 and integers have scales; pass None"
             )
+    if is_rotated or call.calibration is not None:
+        _rotated(call)
+
+
+def _rotated(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
+    """Raise InvalidRequest unless the tensors of a rotated layer fit together."""
+    k, v, calibration = call.k, call.v, call.calibration
+    K, D = k.shape[2], quant.head_dim(k)
+    if calibration is not None and not quant.is_rotated(v):
+        raise InvalidRequest(f"a calibration is given but layer.v is {_dtype_of(v)}; only k8v4 and k5v4 take one")
+    if D % 8 or quant.head_dim(v, is_value=True) % 8 or (k.dtype == torch.uint8 and k.shape[3] % 5):
+        raise InvalidRequest(
+            f"layer.k is {_described(k)} and layer.v is {_described(v)}: the head dims of rotated layers are multiples "
+            "of 8; K of 5 bits has 5 D / 8 bytes, V of 4 bits Dv / 2"
+        )
+    if k.dtype == torch.uint8 and k.shape[1] > 1 and k.stride(1) != k.shape[3]:
+        raise InvalidRequest(
+            f"layer.k is uint8 with strides {k.stride()}: the {k.shape[1]} keys of a head in a frame must be one run, "
+            f"so stride 1 must be {k.shape[3]}"
+        )
+    if k.data_ptr() == v.data_ptr() and k.numel():
+        raise InvalidRequest("layer.v lies in layer.k, and K and V of rotated layers are apart; take int8 or fp8")
+    if calibration is not None and (
+        calibration.dtype != torch.float32 or calibration.shape != (K, 2, D) or not calibration.is_contiguous()
+    ):
+        raise InvalidRequest(
+            f"layer.calibration is {_described(calibration)}; it must be float32 [K={K}, 2, D={D}], contiguous"
+        )
 
 
 def _query_dtype(call: AttentionCall) -> None:
@@ -462,7 +495,7 @@ def _query_dtype(call: AttentionCall) -> None:
     if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
         raise InvalidRequest(
             f"q is {_dtype_of(call.q)} but layer.k is {_dtype_of(call.k)}: "
-            "convert q (only fp8, int8 and int4 pools may differ)"
+            "convert q (only pools of fp8 and of integers may differ)"
         )
 
 

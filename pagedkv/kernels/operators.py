@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def _empty_results(*args: Any) -> tuple[Tensor, Tensor]:
     q, v = args[AttentionCall._fields.index("q")], args[1]
-    out = q.new_empty((q.shape[0], q.shape[1], quant.head_dim(v)))
+    out = q.new_empty((q.shape[0], q.shape[1], quant.head_dim(v, is_value=True)))
     return out, q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
 
 
@@ -87,7 +87,8 @@ def _gather(call: GatherCall, backend: str) -> None:
 
 
 def _gathered(source: GatherSource, rows: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    k, v = ((rows, x.shape[2], quant.head_dim(x)) for x in (source.k, source.v))
+    K = source.k.shape[2]
+    k, v = (rows, K, quant.head_dim(source.k)), (rows, K, quant.head_dim(source.v, is_value=True))
     return source.k.new_empty(k, dtype=dtype), source.k.new_empty(v, dtype=dtype)
 
 
@@ -145,7 +146,7 @@ _define()
 
 
 def _pool(layer: KVLayer) -> dict[str, Tensor | None]:
-    names = ("k", "v", "k_scale", "v_scale")
+    names = ("k", "v", "k_scale", "v_scale", "calibration")
     return {f"layer.{name}": getattr(layer, name) for name in names}
 
 
@@ -188,7 +189,7 @@ def gather_by_operator(
     lens = batch.seq_lens
     if not isinstance(first, Tensor):
         first = torch.full_like(lens, checks.position(first))
-    call = (layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, lens, first)
+    call = (*bound_fields(layer, None)[:5], batch.block_table, batch.rows, lens, first)
     if out is None:
         dtype = checks.result_dtype(layer, dtype)
         checks.inference_only(**_pool(layer))

@@ -11,7 +11,8 @@ in a page that is not a hole:
 Sequences with equally many queries and similar lengths are computed together, their keys gathered token by token
 through the page table into a zero-padded [b, n, K, D]: no slot beyond a sequence, no hole and no padded table
 entry is read. With `split_tokens` each sequence stands alone and its keys are cut at fixed positions: then no result
-depends, in a single bit, on what else is in the batch. This file trusts its arguments (checks.py has seen them).
+depends, in a single bit, on what else is in the batch. Keys and values that are stored rotated stay so: queries are
+rotated, and the results are rotated back (quant.py). This file trusts its arguments (checks.py has seen them).
 Memory: a group's keys and values in float32 (float64 if q is), and the scores.
 """
 
@@ -28,7 +29,7 @@ from pagedkv.kernels.layout import bounds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, GatherCall, GatherSource, WriteCall
     from pagedkv.kernels.case import Case
 
 SCORES_AT_ONCE: Final = 1 << 24
@@ -118,23 +119,21 @@ def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _KV:
         b, position, frame = b[kept], position[kept], frame[kept]
     at = (frame, position % S)
 
-    def padded(pool: Tensor, scale: Tensor | None) -> Tensor:
-        values = quant.decode(
-            _read(pool, at), scale if scale is None or scale.dim() == 0 else scale[at], dtype
-        )  # [tokens, K, D]
+    def padded(values: Tensor) -> Tensor:  # [tokens, K, D]
         if len(b) == present.numel():  # nothing to pad: the tokens are in order already
             return values.view(*present.shape, *values.shape[1:]).transpose(1, 2)
         filled = values.new_zeros(len(present), values.shape[1], len(t), values.shape[2])
         filled.transpose(1, 2)[b, position] = values
         return filled
 
-    return _KV(padded(call.k, call.k_scale), padded(call.v, call.v_scale), present)
+    k, v = _stored(call, at, dtype)
+    return _KV(padded(k), padded(v), present)
 
 
-def _read(pool: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    if pool.element_size() == 1:  # indexing fp8 is not available on every device; bytes are
-        return pool.view(torch.uint8)[at].view(pool.dtype)
-    return pool[at]
+def _stored(call: AttentionCall | GatherSource, at: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The keys [tokens, K, D] and values [tokens, K, Dv] at `at`, in `dtype`, rotated if they are stored so."""
+    k = quant.load(call.k, call.k_scale, at, dtype, is_value=False)
+    return k, quant.load(call.v, call.v_scale, at, dtype, is_value=True)
 
 
 def _attend(call: AttentionCall, group: _Group, kv: _KV, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -144,12 +143,20 @@ def _attend(call: AttentionCall, group: _Group, kv: _KV, chunk: slice) -> tuple[
     H, K, n = call.q.shape[1], call.k.shape[2], kv.present.shape[1]
     q = call.q[rows].to(kv.k.dtype) * call.scale  # [b, m, H, D]
     q = q.view(b, m, K, H // K, -1).permute(0, 2, 3, 1, 4).reshape(b, K, H // K * m, -1)
+    is_rotated, of_centre = quant.is_rotated(call.v), None
+    if call.calibration is not None:
+        centre, divisor = call.calibration.to(q.dtype).unbind(1)  # [K, D]
+        of_centre = (q * centre[:, None]).sum(-1).view(b, K, H // K, m, 1)
+        q = q * divisor[:, None]
+    if is_rotated:
+        q = quant.rotate(q)
     step = call.split_tokens or max(n, 1)
     state: tuple[Tensor, Tensor] | None = None
     for first in range(0, max(n, 1), step):
         span = slice(first, first + step)
         part = _KV(kv.k[:, :, span], kv.v[:, :, span], kv.present[:, span])
         scores = (q @ part.k.transpose(-1, -2)).view(b, K, H // K, m, -1)
+        scores = scores if of_centre is None else scores + of_centre
         visible, distance = _visible(call, group, part.present, (chunk, first))
         visible = visible[:, None, None]
         scores = _shape(call, distance, scores).masked_fill(~visible, -torch.inf)
@@ -163,7 +170,8 @@ def _attend(call: AttentionCall, group: _Group, kv: _KV, chunk: slice) -> tuple[
     if call.sinks is not None:  # a sink is a state with a logit and no value
         sinks = call.sinks.to(q.dtype).view(K, H // K, 1).expand(state[1].shape)
         state = _merge(*state, torch.zeros_like(state[0]), sinks)
-    return state[0].permute(0, 3, 1, 2, 4).reshape(b, m, H, -1), state[1].permute(0, 3, 1, 2).reshape(b, m, H)
+    out = quant.rotate(state[0], back=True) if is_rotated else state[0]
+    return out.permute(0, 3, 1, 2, 4).reshape(b, m, H, -1), state[1].permute(0, 3, 1, 2).reshape(b, m, H)
 
 
 def _weigh(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -241,15 +249,12 @@ def write_kv(call: WriteCall) -> None:
     slots, S = call.slots[kept], call.k.shape[1]
     at = (slots // S, slots % S)
     k_new, v_new = _turned(call, kept), call.v_new[kept]
-    for new, pool, scale in ((k_new, call.k, call.k_scale), (v_new, call.v, call.v_scale)):
-        if scale is not None and scale.dim() == 3:
-            scale[at] = quant.token_head_scale(new, pool.dtype)
-            scale = scale[at]
-        stored = quant.encode(new, pool.dtype, scale)
-        if pool.element_size() == 1:
-            pool.view(torch.uint8)[at] = stored.view(torch.uint8)
-        else:
-            pool[at] = stored
+    if call.calibration is not None:
+        k_new = (k_new.float() - call.calibration[:, 0]) / call.calibration[:, 1]
+    if quant.is_rotated(call.v):
+        k_new, v_new = quant.rotate(k_new.float()), quant.rotate(v_new.float())
+    quant.store(call.k, call.k_scale, at, k_new, is_value=False)
+    quant.store(call.v, call.v_scale, at, v_new, is_value=True)
 
 
 def _turned(call: WriteCall, kept: Tensor) -> Tensor:
@@ -284,8 +289,12 @@ def gather_kv(call: GatherCall) -> None:
     frame[held] = x.block_table[table_rows[held], page[held]].long()
     held = frame >= 0
     at = (frame[held], position[held] % S)
-    for pool, scale, out in ((x.k, x.k_scale, call.k_out), (x.v, x.v_scale, call.v_out)):
-        values = quant.decode(_read(pool, at), scale if scale is None or not scale.dim() else scale[at], torch.float32)
+    k, v = _stored(x, at, torch.float32)
+    if quant.is_rotated(x.v):
+        k, v = quant.rotate(k, back=True), quant.rotate(v, back=True)
+    if x.calibration is not None:
+        k = k * x.calibration[:, 1] + x.calibration[:, 0]
+    for values, out in ((k, call.k_out), (v, call.v_out)):
         gathered = out.new_zeros(len(b), *out.shape[-2:])
         gathered[held] = values.to(out.dtype)
         out[to] = gathered

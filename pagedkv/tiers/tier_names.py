@@ -23,7 +23,7 @@ from pagedkv.core.state import I32
 from pagedkv.spec import KVSpec
 from pagedkv.tiers.tier import KEY_BYTES, Key
 
-FORMAT = 1
+FORMAT = 2
 
 
 def fingerprint(

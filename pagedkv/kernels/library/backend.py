@@ -202,7 +202,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _gathered(call: AttentionCall, found: _Present) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys and values of all sequences [N, K, D], packed, and int32 [B + 1]: where each sequence begins."""
-    source = GatherSource(*call[:4], found.table, None, found.lens, found.zeros)
+    source = GatherSource(*call[:5], found.table, None, found.lens, found.zeros)
     starts, narrow = _triton("backend").starts_of(found.lens) if not _on_host(call) else (source.starts(),) * 2
     rows = int(starts[-1]) if _on_host(call) else found.lens.shape[0] * call.max_seqlen_k
     k, v = (call.q.new_empty(rows, call.k.shape[2], call.q.shape[2]) for _ in range(2))
@@ -218,7 +218,7 @@ def _on_gpu(call: AttentionCall) -> tuple[_Present, list[AttentionState]]:
     products = products_of(call) if is_plain or not in_pages else None
     if products is not None:
         found = _present(call, products.prefix)
-        source = GatherSource(*call[:4], found.table, None, found.lens, found.zeros)
+        source = GatherSource(*call[:5], found.table, None, found.lens, found.zeros)
         gather_kv(GatherCall(source, None, products.k, products.v))
         return found, products.states(call.scale)
     found = _present(call)

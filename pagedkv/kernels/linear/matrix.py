@@ -18,8 +18,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pagedkv.kernels import quant
-
 GROUP: Final = 64
 """Columns that share a scale; as in csrc/cpu/call.hpp."""
 
@@ -67,23 +65,35 @@ class Matrix:
         rows = max(1, PIECE // self.num_columns)
         for i in range(0, len(values), rows):
             groups = values[i : i + rows].reshape(-1, self.scales.shape[1], GROUP).float()
-            scales = quant.token_head_scale(groups, self.stored.dtype)
+            limit = 7.0 if self.stored.dtype == torch.uint8 else 127.0
+            scales = groups.abs().amax(-1) / limit
+            scales = torch.where(scales == 0, 1.0, scales)
+            whole = (groups / scales[..., None]).clamp(-limit, limit).round().nan_to_num(0.0).flatten(1)
             at = slice(first + i, first + i + len(groups))
             self.scales[at] = scales
-            self.stored[at] = quant.encode(groups, self.stored.dtype, scales).flatten(1)
+            if limit == 7.0:
+                whole += 8
+                whole = whole[:, 0::2] + 16 * whole[:, 1::2]
+            self.stored[at] = whole.to(self.stored.dtype)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the values [N, K], rounded to `dtype`."""
         result = self.scales.new_empty((len(self), self.num_columns), dtype=dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        rows, width = max(1, PIECE // self.num_columns), self.stored.shape[1] // self.scales.shape[1]
+        rows = max(1, PIECE // self.num_columns)
         for i in range(0, len(self), rows):
-            groups = self.stored[i : i + rows].unfold(1, width, width)
-            result[i : i + rows] = quant.decode(groups, self.scales[i : i + rows], wide).flatten(1)
+            whole = self.stored[i : i + rows]
+            if whole.dtype == torch.uint8:
+                whole = torch.stack((whole & 15, whole >> 4), -1).to(torch.int8) - 8
+            groups = whole.reshape(-1, self.scales.shape[1], GROUP).to(wide)
+            result[i : i + rows] = (groups * self.scales[i : i + rows, :, None].to(wide)).flatten(1)
         return result
 
 
 def layout(rows: int, columns: int, kind: str) -> tuple[tuple[tuple[int, int], torch.dtype], ...]:
     """Return shape and dtype of the integers and of the scales of a matrix."""
     in_byte = 2 if kind == "int4" else 1
-    return ((rows, columns // in_byte), quant.DTYPES[kind]), ((rows, columns // GROUP), torch.float32)
+    return ((rows, columns // in_byte), torch.uint8 if kind == "int4" else torch.int8), (
+        (rows, columns // GROUP),
+        torch.float32,
+    )
