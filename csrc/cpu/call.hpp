@@ -9,24 +9,28 @@
 
 namespace pagedkv {
 
-enum class Dtype : int { f32, bf16, f16, e4m3, e5m2, i8, i4 };
+// Elements, as NUMBERS of pagedkv/spec.py: i5 are keys and c4 values, packed; i4 are weights of linear operations.
+enum class Dtype : int { f32, bf16, f16, e4m3, e5m2, i8, i5, c4, i4 };
 
-// A strided view. Strides are in bytes, so that int4 needs no exception. Letters as in pagedkv/kernels/args.py.
+// A strided view. Strides are in bytes, so that packed elements need no exception. Letters as in
+// pagedkv/kernels/args.py.
 struct View {
     char* data = nullptr;
     int64_t stride[3] = {0, 0, 0};
 };
 
 struct Attention {
-    Dtype q_type, kv_type;
+    Dtype q_type, k_type, v_type;
+    bool rotated;  // K and V are stored rotated (rotation.inc)
     int64_t B, H, K, D, Dv, S;
     View q, k, v, out;  // q [T, H, D], k and v [F, S, K, *], out [T, H, Dv]
-    View k_scale, v_scale;  // float32 [F, S, K]; one scale has strides 0; data is null for none
+    View k_scale, v_scale;  // float16 [F, S, K]; data is null for none; one scale for all is in `scale` or `v_factor`
+    View calibration;  // float32 [K, 2, D]: centre and divisor of the channels of K; or null
     View table, rows, lse, tree;  // int32 [A, P], int32 [B] or null, float32 [T, H], bool [T, *] or null
     View causal_of;  // bool [>= B], or null: `causal` holds for all sequences
     View sinks, slopes;  // float32 [H] or null
     const int32_t *seq_lens, *cu_seqlens_q;
-    float scale, softcap;
+    float scale, v_factor, softcap;  // v_factor multiplies the results
     bool causal;
     int64_t window, split_tokens;  // 0 for none
     int64_t right;  // positions after its own that a query may see if its sequence is not causal; FARTHEST for all
@@ -59,8 +63,10 @@ constexpr int64_t MAX_LANES = 16;
 
 struct Write {
     Dtype new_type, kv_type;
+    bool rotated;
     int64_t K, D, S;
-    View fresh, pool, scale;  // fresh [T, K, D], pool [F, S, K, D], scale as in Attention
+    View fresh, pool, scale;  // fresh [T, K, D], pool [F, S, K, D], scale as in Attention; or one float32 for all
+    View calibration;  // as in Attention, for keys
     bool scale_per_token_head;
     const char* slots;  // int64 [T]
     int64_t slots_stride;
@@ -72,9 +78,10 @@ struct Write {
 
 struct Gather {
     Dtype kv_type, out_type;
+    bool rotated, scale_per_token_head;
     int64_t B, K, D, S;
     int64_t L;  // rows of each sequence, if results are padded
-    View pool, scale;  // as in Write
+    View pool, scale, calibration;  // as in Write
     View out;  // [B, L, K, D]; packed, [N, K, D]: a sequence has stride 0
     View table, rows;  // as in Attention
     const int32_t *seq_lens, *first;

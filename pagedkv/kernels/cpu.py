@@ -57,10 +57,10 @@ def _register_torch(*, by_table: bool = True) -> None:
     _cpu.register_torch(torch.Tensor, by_table, threads, torch.is_grad_enabled, OBSERVERS)
 
 
-_BOUND: Final = ("k", "v", "k_scale", "v_scale", "sinks", "alibi_slopes")
+_BOUND: Final = ("k", "v", "k_scale", "v_scale", "calibration", "sinks", "alibi_slopes")
 _CONTRACT: Final = (
-    checks.of_extension(checks.ATTENTION, *AttentionCall._fields[12:-1], "", *_BOUND),  # it makes lse itself
-    checks.of_extension(checks.WRITE, *WriteCall._fields[7:]),
+    checks.of_extension(checks.ATTENTION, *AttentionCall._fields[13:-1], "", *_BOUND),  # it makes lse itself
+    checks.of_extension(checks.WRITE, *WriteCall._fields[8:]),
     checks.of_extension(checks.MERGE, "out_a", "lse_a", "out_b", "lse_b"),
 )
 
@@ -81,12 +81,14 @@ def objections(case: Case) -> list[str]:
     if case.op == "copy_frames":
         return []
     widest = max(case.head_dim or 0, case.head_dim_v or 0)
-    if case.op == "write_kv" and widest > _LARGEST_WRITE and not case.not_a_float():
-        return [f"head_dim is {widest}; write_kv takes at most {_LARGEST_WRITE}"]
+    most = _MOST_ROTATED if case.kv_dtype in ("k8v4", "k5v4") else _LARGEST_WRITE if case.op == "write_kv" else widest
+    if widest > most and not case.not_a_float():
+        return [f"head_dim is {widest}; {case.op} of {case.kv_dtype} takes at most {most}"]
     return case.not_a_float()
 
 
 _LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in moves/write.inc
+_MOST_ROTATED: Final = 1024  # MOST_ROTATED of elements.inc
 
 
 def missing() -> list[str]:
@@ -111,9 +113,9 @@ def isa() -> str:
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse. Raises: InvalidRequest for tables that name what is not there."""
     x = extension()
-    binding = x.bind_attention(*call[:12])
+    binding = x.bind_attention(*call[:13])
     x.set_kernel(binding, 0, isa(), num_threads(), None)
-    if x.attend(binding, *call[12:]) is None:
+    if x.attend(binding, *call[13:]) is None:
         checks.table_values(call)
 
 
@@ -123,18 +125,16 @@ def write_kv(call: WriteCall) -> None:
     Raises: InvalidRequest for slots and positions that are not there
     """
     x = extension()
-    binding = x.bind_write(*call[:7])
+    binding = x.bind_write(*call[:8])
     x.set_kernel(binding, 0, isa(), num_threads(), None)
-    if x.write(binding, *call[7:], True) is None:
+    if x.write(binding, *call[8:], True) is None:
         checks.slot_values(call)
 
 
 def gather_kv(call: GatherCall) -> None:
     """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
     x = call.source
-    tables = (x.block_table, x.rows, x.seq_lens, x.first, call.starts)
-    for pool, scale, out in ((x.k, x.k_scale, call.k_out), (x.v, x.v_scale, call.v_out)):
-        extension().gather(pool, scale, *tables, out, isa(), num_threads())
+    extension().gather(*x, call.starts, call.k_out, call.v_out, isa(), num_threads())
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:

@@ -1,6 +1,7 @@
 // From Python objects to an Attention.
 //
-//     bind_attention(k, v, k_scale, v_scale, scale, causal, window, right, softcap, sinks, alibi_slopes, split_tokens)
+//     bind_attention(k, v, k_scale, v_scale, calibration, scale, causal, window, right, softcap, sinks, alibi_slopes,
+//                    split_tokens)
 //         returns a binding, or None if the operator must serve every call
 //     attend(binding, q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, causal_of,
 //            out, lse)
@@ -87,6 +88,11 @@ py::object same_tensor(PyObject* like) {
 void compute(const Binding& b, const Server& server, const Tensor* t, const Tensor& out, const Tensor& lse) {
     Attention a = b.attention;
     const Tensor& q = t[Q];
+    const auto scales_of = [&](int bound, View& view, float& factor) {  // one for all becomes a factor
+        if (b.tensors[bound].dims) view = view_of(b.tensors[bound]);
+        else if (b.tensors[bound].is_given) factor *= *reinterpret_cast<const float*>(b.tensors[bound].data);
+    };
+    scales_of(BOUND_K_SCALE, a.k_scale, a.scale), scales_of(BOUND_V_SCALE, a.v_scale, a.v_factor = 1.0f);
     a.q_type = dtype_of(q), a.B = t[SEQ_LENS].shape[0], a.H = q.shape[1];
     a.q = view_of(q), a.out = view_of(out), a.table = view_of(t[BLOCK_TABLE]), a.rows = view_of(t[ROWS]);
     a.tree = view_of(t[TREE_MASK]), a.causal_of = view_of(t[CAUSAL_OF]);
@@ -137,18 +143,20 @@ py::object attend(PyObject* const* x) {
     return with_lse ? py::make_tuple(out, lse) : out;
 }
 
-py::object bind_attention(py::object k, py::object v, py::object k_scale, py::object v_scale, double scale, bool causal,
-    std::optional<int64_t> window, std::optional<int64_t> right, double softcap, py::object sinks,
-    py::object alibi_slopes, std::optional<int64_t> split_tokens) {
-    py::object capsule = new_binding({k, v, k_scale, v_scale, sinks, alibi_slopes});
+py::object bind_attention(py::object k, py::object v, py::object k_scale, py::object v_scale, py::object calibration,
+    double scale, bool causal, std::optional<int64_t> window, std::optional<int64_t> right, double softcap,
+    py::object sinks, py::object alibi_slopes, std::optional<int64_t> split_tokens) {
+    py::object capsule = new_binding({k, v, k_scale, v_scale, calibration, sinks, alibi_slopes});
     if (!capsule) return py::none();
     Binding& b = binding_of(capsule);
     Attention& a = b.attention;
     const Tensor* t = b.tensors;
-    a.K = t[BOUND_K].shape[2], a.S = t[BOUND_K].shape[1], a.D = head_dim_of(t[BOUND_K]);
-    a.Dv = head_dim_of(t[BOUND_V]), a.kv_type = dtype_of(t[BOUND_K]);
-    a.k = view_of(t[BOUND_K]), a.v = view_of(t[BOUND_V]), a.k_scale = view_of(t[BOUND_K_SCALE]);
-    a.v_scale = view_of(t[BOUND_V_SCALE]), a.sinks = view_of(t[BOUND_SINKS]), a.slopes = view_of(t[BOUND_SLOPES]);
+    a.K = t[BOUND_K].shape[2], a.S = t[BOUND_K].shape[1];
+    a.D = stored_dim(t[BOUND_K], false), a.Dv = stored_dim(t[BOUND_V], true);
+    a.k_type = stored_type(t[BOUND_K], false), a.v_type = stored_type(t[BOUND_V], true);
+    a.rotated = a.v_type == Dtype::c4, a.calibration = view_of(t[BOUND_CALIBRATION]);
+    a.k = view_of(t[BOUND_K]), a.v = view_of(t[BOUND_V]);
+    a.sinks = view_of(t[BOUND_SINKS]), a.slopes = view_of(t[BOUND_SLOPES]);
     a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap), a.causal = causal;
     a.window = window.value_or(0) < FARTHEST ? window.value_or(0) : 0;
     a.right = std::min(right.value_or(FARTHEST), FARTHEST);

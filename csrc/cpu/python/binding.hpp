@@ -25,7 +25,7 @@ namespace pagedkv {
 
 namespace py = pybind11;
 
-enum { BOUND_K, BOUND_V, BOUND_K_SCALE, BOUND_V_SCALE, BOUND_SINKS, BOUND_SLOPES, NUM_BOUND };
+enum { BOUND_K, BOUND_V, BOUND_K_SCALE, BOUND_V_SCALE, BOUND_CALIBRATION, BOUND_SINKS, BOUND_SLOPES, NUM_BOUND };
 enum { BOUND_COS = BOUND_SINKS, BOUND_SIN };
 
 // The kernel that serves calls of a kind: an instruction set of this extension, or a Python callable.
@@ -67,7 +67,7 @@ const Isa& best_isa();                       // of this processor
 const Isa& isa_of(const std::string& name);  // raises ValueError if this processor has no such instruction set
 
 Binding& binding_of(py::handle capsule);
-// A capsule around a new binding of six tensors; null if one cannot be described or lies on another device.
+// A capsule around a new binding of these tensors; null if one cannot be described or lies on another device.
 py::object new_binding(const py::object (&tensors)[NUM_BOUND]);
 
 // True if a call must go through torch's dispatcher: a mode, a transform, a trace or the profiler is active;

@@ -1,11 +1,12 @@
 // From Python objects to a Write, to a Gather, to copies of frames and to two States that become one.
 //
-//     bind_write(k, v, k_scale, v_scale, cos, sin, interleaved)            returns a binding, or None
+//     bind_write(k, v, k_scale, v_scale, calibration, cos, sin, interleaved)       returns a binding, or None
 //     write(binding, k_new, v_new, slots, positions, is_checked)           `positions` is None if keys are not turned;
 //                                                     returns None if a slot or a position is not there: then
 //                                                     checks.slot_values has the words
 //     copy(storage, copies, threads)                                       calls that Python has checked:
-//     gather(pool, scale, block_table, rows, seq_lens, first, starts, out, isa, threads)     of K, or of V
+//     gather(k, v, k_scale, v_scale, calibration, block_table, rows, seq_lens, first, starts, k_out, v_out, isa,
+//            threads)
 //     merge(out_a, lse_a, out_b, lse_b, out, lse, isa, threads)            out and lse are contiguous
 //     merge_at_once(out_a, lse_a, out_b, lse_b)       calls with the best kernel of this processor, without
 //     copy_at_once(storage, copies)                   torch's dispatcher; None if the operator must serve or refuse
@@ -25,8 +26,11 @@ enum { K_NEW, V_NEW, SLOTS, POSITIONS, NUM_WRITE };  // the fields of WriteCall 
 
 Write write_into(const Binding& b, int pool, int scale) {
     const Tensor& into = b.tensors[pool];
+    bool is_value = pool == BOUND_V;
     Write w{};
-    w.kv_type = dtype_of(into), w.K = into.shape[2], w.D = head_dim_of(into), w.S = into.shape[1];
+    w.kv_type = stored_type(into, is_value), w.D = stored_dim(into, is_value);
+    w.K = into.shape[2], w.S = into.shape[1], w.rotated = stored_type(b.tensors[BOUND_V], true) == Dtype::c4;
+    if (!is_value) w.calibration = view_of(b.tensors[BOUND_CALIBRATION]);
     w.pool = view_of(into), w.scale = view_of(b.tensors[scale]), w.scale_per_token_head = b.tensors[scale].dims == 3;
     return w;
 }
@@ -83,9 +87,9 @@ py::object write(PyObject* const* x) {
     return Py_DECREF(none), py::bool_(true);
 }
 
-py::object bind_write(py::object k, py::object v, py::object k_scale, py::object v_scale, py::object cos,
-    py::object sin, bool interleaved) {
-    py::object capsule = new_binding({k, v, k_scale, v_scale, cos, sin});
+py::object bind_write(py::object k, py::object v, py::object k_scale, py::object v_scale, py::object calibration,
+    py::object cos, py::object sin, bool interleaved) {
+    py::object capsule = new_binding({k, v, k_scale, v_scale, calibration, cos, sin});
     if (!capsule) return py::none();
     Binding& b = binding_of(capsule);
     b.write_k = write_into(b, BOUND_K, BOUND_K_SCALE), b.write_v = write_into(b, BOUND_V, BOUND_V_SCALE);
@@ -142,26 +146,34 @@ bool is_streamed(const Tensor& out, const View& view, int64_t bytes) {
     return bytes >= STREAMED_BYTES && (bits | out.shape[out.dims - 1] * out.bits / 8) % 64 == 0;
 }
 
-void gather(py::handle pool, py::handle scale, py::handle block_table, py::handle rows, py::handle seq_lens,
-    py::handle first, py::handle starts, py::handle out, const std::string& isa, int threads) {
-    Tensor from = checked(pool), into = checked(out), lens = checked(seq_lens), positions = checked(first);
-    Tensor table_rows = checked_or_none(rows), ends = checked_or_none(starts);
-    bool is_packed = into.dims == 3;
-    Gather g{};
-    g.kv_type = dtype_of(from), g.out_type = dtype_of(into);
-    g.B = lens.shape[0], g.K = from.shape[2], g.D = head_dim_of(from), g.S = from.shape[1];
-    g.L = is_packed ? 0 : into.shape[1];
-    g.pool = view_of(from), g.scale = view_of(checked_or_none(scale)), g.out = view_of(into);
-    if (is_packed) g.out.stride[2] = g.out.stride[1], g.out.stride[1] = g.out.stride[0], g.out.stride[0] = 0;
-    g.table = view_of(checked(block_table)), g.rows = view_of(table_rows);
-    g.seq_lens = reinterpret_cast<const int32_t*>(lens.data);
-    g.first = reinterpret_cast<const int32_t*>(positions.data);
-    g.starts = reinterpret_cast<const int64_t*>(ends.data);
-    int64_t count = is_packed ? g.starts[g.B] : g.B * g.L;
-    g.streams = is_streamed(into, g.out, count * g.K * g.D * into.bits / 8);
+void gather(py::handle k, py::handle v, py::handle k_scale, py::handle v_scale, py::handle calibration,
+    py::handle block_table, py::handle rows, py::handle seq_lens, py::handle first, py::handle starts, py::handle k_out,
+    py::handle v_out, const std::string& isa, int threads) {
+    Tensor pools[] = {checked(k), checked(v)}, outs[] = {checked(k_out), checked(v_out)};
+    Tensor scales[] = {checked_or_none(k_scale), checked_or_none(v_scale)};
+    Tensor lens = checked(seq_lens), positions = checked(first), statistics = checked_or_none(calibration);
+    Tensor table = checked(block_table), table_rows = checked_or_none(rows), ends = checked_or_none(starts);
     const Isa& set = isa_of(isa);
     py::gil_scoped_release released;
-    run_gather(set, g, count, threads);
+    for (bool is_value : {false, true}) {
+        const Tensor &from = pools[is_value], &into = outs[is_value], &scale = scales[is_value];
+        bool is_packed = into.dims == 3;
+        Gather g{};
+        g.kv_type = stored_type(from, is_value), g.out_type = dtype_of(into);
+        g.rotated = stored_type(pools[1], true) == Dtype::c4, g.scale_per_token_head = scale.dims == 3;
+        g.B = lens.shape[0], g.K = from.shape[2], g.D = stored_dim(from, is_value), g.S = from.shape[1];
+        g.L = is_packed ? 0 : into.shape[1];
+        g.pool = view_of(from), g.scale = view_of(scale), g.out = view_of(into);
+        if (!is_value) g.calibration = view_of(statistics);
+        if (is_packed) g.out.stride[2] = g.out.stride[1], g.out.stride[1] = g.out.stride[0], g.out.stride[0] = 0;
+        g.table = view_of(table), g.rows = view_of(table_rows);
+        g.seq_lens = reinterpret_cast<const int32_t*>(lens.data);
+        g.first = reinterpret_cast<const int32_t*>(positions.data);
+        g.starts = reinterpret_cast<const int64_t*>(ends.data);
+        int64_t count = is_packed ? g.starts[g.B] : g.B * g.L;
+        g.streams = is_streamed(into, g.out, count * g.K * g.D * into.bits / 8);
+        run_gather(set, g, count, threads);
+    }
 }
 
 void merge_into(const Tensor* t, const Tensor& out, const Tensor& lse, const Isa& set, int threads) {

@@ -96,6 +96,10 @@ Dtype dtype_of(const Tensor& t) {
     return t.code == 10 ? Dtype::e4m3 : t.code == 12 ? Dtype::e5m2 : t.code == 0 ? Dtype::i8 : Dtype::i4;
 }
 
+Dtype stored_type(const Tensor& t, bool is_value) {
+    return t.code != 1 ? dtype_of(t) : is_value ? Dtype::c4 : Dtype::i5;
+}
+
 View view_of(const Tensor& t) {
     int64_t bytes = t.bits / 8;
     return {t.data, {t.strides[0] * bytes, t.strides[1] * bytes, t.strides[2] * bytes}};
@@ -132,6 +136,9 @@ bool has_own_elements(const Tensor& t) {
     return true;
 }
 
-int64_t head_dim_of(const Tensor& t) { return t.shape[t.dims - 1] * (t.code == 1 ? 2 : 1); }
+int64_t stored_dim(const Tensor& t, bool is_value) {
+    int64_t length = t.shape[t.dims - 1];
+    return t.code != 1 ? length : is_value ? length * 2 : length * 8 / 5;
+}
 
 }  // namespace pagedkv

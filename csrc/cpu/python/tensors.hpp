@@ -32,7 +32,8 @@ void register_tensor_type(PyObject* type, bool by_table);
 // or is not exactly a torch.Tensor while `any_class` is false. No exception is set.
 bool read_tensor(PyObject* x, Tensor& tensor, bool any_class);
 
-Dtype dtype_of(const Tensor& t);
+Dtype dtype_of(const Tensor& t);  // uint8: int4 weights
+Dtype stored_type(const Tensor& t, bool is_value);  // of K or of V of a layer
 View view_of(const Tensor& t);  // of its first three dims
 
 uint64_t kind_named(const std::string& name);  // the bit of a dtype that torch calls by this name
@@ -43,6 +44,6 @@ bool is_beside(const Tensor& t, const Tensor& on);  // on the same device
 bool same_type(const Tensor& a, const Tensor& b);
 bool has_unit_stride(const Tensor& t);                                          // its last dim is contiguous
 bool has_own_elements(const Tensor& t);  // no two of its elements share memory, as far as strides tell
-int64_t head_dim_of(const Tensor& t);    // elements in the last dim: two int4 in a byte
+int64_t stored_dim(const Tensor& t, bool is_value);  // elements in the last dim of K or of V
 
 }  // namespace pagedkv
