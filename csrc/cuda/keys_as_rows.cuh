@@ -1,7 +1,7 @@
 // Keys as the rows of both products, for up to 8 query rows: S^T = K Q^T, O^T = V^T P^T (fragments.cuh).
 #pragma once
 
-static_assert(WARPS_M == 1 && WARPS_D == 1 && Q_KIND != F32 && KV_KIND != F32, "other kernels have queries as rows");
+static_assert(WARPS_M == 1 && WARPS_D == 1 && Q_KIND != F32 && K_KIND != F32, "other kernels have queries as rows");
 
 constexpr u32 KEY_LANES = 28;  // bits of a lane's number that choose its keys
 
@@ -25,8 +25,15 @@ DEVICE void load_query(u32 (&b)[QUERY_WORDS], u32 rows, int k, u32 lane) {
 
 // Add q.k to the scores of a tile: s^T += k q^T.
 DEVICE void multiply_keys(float (&s)[SCORE_TILES][4], const Queries& queries, u32 keys, u32 lane) {
+    Key narrow[SCORE_TILES][2];
+    if constexpr (!Elements::LDMATRIX) {
+#pragma unroll
+        for (int x = 0; x < 2 * SCORE_TILES; ++x) {
+            narrow[x / 2][x % 2] = load_key(keys, key_of_lane(lane, x / 2, x % 2), lane);
+        }
+    }
 #pragma unroll KEYS_AHEAD
-    for (int k = 0; k < D / 16; ++k) {
+    for (int k = 0; k < Q_STEPS; ++k) {
         u32 b[QUERY_WORDS];
         if constexpr (KEEP_QUERIES) {
             b[0] = queries.kept[k][0];
@@ -42,10 +49,9 @@ DEVICE void multiply_keys(float (&s)[SCORE_TILES][4], const Queries& queries, u3
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const u32 row = keys + key_of_lane(lane, j, i) * K_STRIDE;
-                    const auto quad = load_quad<KV_KIND>(row, 16 * k + 4 * (lane & 3));
-                    a[i] = pair_along<KV_KIND, Elements::QK_HALF>(quad, 0);
-                    a[2 + i] = pair_along<KV_KIND, Elements::QK_HALF>(quad, 1);
+                    u32 low[1], high[1];
+                    key_operands(low, high, narrow[j][i], k, lane);
+                    a[i] = low[0], a[2 + i] = high[0];
                 }
             }
             ptx::multiply_add<Elements::QK_HALF>(s[j], a, b[0], b[1]);
@@ -66,22 +72,14 @@ DEVICE void multiply_values(float (&o)[VALUE_TILES][4], const float (&p)[SCORE_T
             ptx::multiply_add<Elements::PV_HALF>(o[n], a, b0, b1);
         }
     } else {
-        const u32 first = values + 2 * (lane & 3) * V_STRIDE;
+        const Values narrow = load_values(values, lane);
 #pragma unroll
         for (int n = 0; n < VALUE_TILES; n += 2) {
-            // A column past the last is computed from column 0, and its result is not stored.
-            const u32 column = 16 * n + 4 * (lane >> 2), safe = column < DV ? column : 0;
-            const auto v0 = load_quad<KV_KIND>(first, safe), v1 = load_quad<KV_KIND>(first + V_STRIDE, safe);
-            const auto v8 = load_quad<KV_KIND>(first + 8 * V_STRIDE, safe);
-            const auto v9 = load_quad<KV_KIND>(first + 9 * V_STRIDE, safe);
+            u32 low[4][1], high[4][1];
+            value_operands(low, high, narrow, n / 2, lane);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {  // rows g and g + 8 of tile n + i are columns 2 i and 2 i + 1 of the quad
-                u32 a[4];
-#pragma unroll
-                for (int x = 0; x < 2; ++x) {
-                    a[x] = pair_across<KV_KIND, Elements::PV_HALF>(v0, v1, 2 * i + x);
-                    a[2 + x] = pair_across<KV_KIND, Elements::PV_HALF>(v8, v9, 2 * i + x);
-                }
+            for (int i = 0; i < 2; ++i) {  // rows g and g + 8 of tile n + i are columns 2 i and 2 i + 1 of the four
+                const u32 a[4] = {low[2 * i][0], low[2 * i + 1][0], high[2 * i][0], high[2 * i + 1][0]};
                 ptx::multiply_add<Elements::PV_HALF>(o[n + i], a, b0, b1);
             }
         }

@@ -11,6 +11,7 @@
 
 #include "params.h"
 #include "partition.cuh"
+#include "rows.cuh"
 #include "scores.cuh"
 #include "specialisation.cuh"
 
@@ -50,7 +51,8 @@ DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u3
             ptx::shared_write(base + TEAM_STATS_AT + 4 * (team * ROWS + row), state.m[r]);
             ptx::shared_write(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row), l);
         }
-        const float inverse = ptx::as_float((254u << 23) - ptx::as_bits(state.unit));
+        constexpr float OF_CODES = ROTATED && Elements::PV_HALF ? 16777216.0f : 1.0f;  // see widen_codes
+        const float inverse = OF_CODES * ptx::as_float((254u << 23) - ptx::as_bits(state.unit));
         const auto bits = [&](float x) { return ptx::as_bits(x * (FIRST_UNIT == 1.0f ? 1.0f : inverse)); };
         const u32 at = base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * part * DV_PART;
         for_columns(state.o, r, lane, [&](u32 column, const auto& x) {
@@ -67,11 +69,12 @@ DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u3
     }
 }
 
-// Return four columns of all teams' states, merged. `column` is a multiple of 4.
-DEVICE Partial load_teams(u32 base, u32 row, u32 column) {
+// Return four columns of all teams' states, merged. `column` is a multiple of 4. Rotated rows are merged in the first
+// team's memory (rotate_rows).
+template <u32 TEAMS = ROTATED ? 1 : WARPS_N> DEVICE Partial load_teams(u32 base, u32 row, u32 column) {
     Partial all;
 #pragma unroll
-    for (u32 team = 0; team < WARPS_N; ++team) {
+    for (u32 team = 0; team < TEAMS; ++team) {
         const u32 at = base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * column;
         const float m = ptx::shared_read<float>(base + TEAM_STATS_AT + 4 * (team * ROWS + row));
         const float l = ptx::shared_read<float>(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row));
@@ -79,6 +82,35 @@ DEVICE Partial load_teams(u32 base, u32 row, u32 column) {
         all = team ? fold(all, one) : one;
     }
     return all;
+}
+
+// Merge the teams' states of rows, rotate the results back, and add the rows' biases, unless a soft cap had them. Both
+// are linear, so it does not matter that these are states of a part of the keys.
+DEVICE void rotate_rows(const AttentionParams& p, u32 base, i32 num_rows, u32 thread) {
+    constexpr u32 QUADS = (DV + 127) / 128;
+#pragma unroll 1
+    for (u32 row = thread / 32; row < static_cast<u32>(num_rows); row += THREADS / 32) {
+        Quad4 x[QUADS] = {};
+        Partial part{};
+#pragma unroll
+        for (u32 column = thread % 32 * 4; column < DV; column += 128) {
+            part = load_teams<WARPS_N>(base, row, column);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) x[column / 128].at[c] = part.o[c];
+        }
+        rotate<DV, 32, true>(x, thread % 32);
+        ptx::sync_warp();  // m and l are read
+#pragma unroll
+        for (u32 q = 0; q < QUADS; ++q) {
+            const u32 column = 128 * q + thread % 32 * 4;
+            if (column < DV) ptx::shared_write(base + STAGES_AT + row * SUM_STRIDE + 4 * column, words_of(x[q].at));
+        }
+        if (thread % 32) continue;
+        const float bias = p.softcap == 0.0f ? ptx::shared_read<float>(base + BIASES_AT + 4 * row) : 0.0f;
+        ptx::shared_write(base + TEAM_STATS_AT + 4 * row, part.m == MINUS_INFINITY ? part.m : part.m + bias);
+        ptx::shared_write(base + TEAM_STATS_AT + 4 * (WARPS_N * ROWS + row), part.l);
+    }
+    ptx::sync_block();
 }
 
 struct PartialState {  // of ROWS rows, in global memory: o, then m and l of each row
@@ -94,8 +126,7 @@ struct PartialState {  // of ROWS rows, in global memory: o, then m and l of eac
     }
 };
 
-// Add the sink, divide by the sum, and write four columns of the result. `scale` is the scale of all values, or 1 if
-// values have scales per token.
+// Add the sink, divide by the sum, and write four columns of the result. `scale` is the scale of all values, or 1.
 DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 column, const Partial& x, float scale) {
     Partial all = x;
     if (p.sinks) all = fold(x, {{}, ptx::read(p.sinks + head) * LOG2_E, 1.0f});
@@ -129,9 +160,6 @@ DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 colu
         ptx::write(p.lse + token * p.num_heads + head, lse);
     }
 }
-
-// Return the scale of all values, or 1 if values have scales per token or none.
-DEVICE float value_scale(const AttentionParams& p) { return !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f; }
 
 // Return how many rows of a tile the unit has.
 DEVICE i32 rows_of(const Unit& unit, i32 group) {

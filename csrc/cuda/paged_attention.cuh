@@ -71,27 +71,20 @@ DEVICE const u8* query_at(const AttentionParams& p, const Unit& unit, i32 group,
            (unit.head * group + head) * p.q_head;
 }
 
-// Read four 16-bit elements of a query row; zeros if it is not `there`.
-DEVICE u64 read_query(const AttentionParams& p, const u8* row, i32 column, bool there) {
-    u64 bits = 0;
-    const auto* at = reinterpret_cast<const u16*>(row) + column;
-    if (there && p.q_vectors) {
-        bits = ptx::read(reinterpret_cast<const u64*>(at));
-    } else if (there) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) bits |= static_cast<u64>(ptx::read(at + i)) << 16 * i;
-    }
-    return bits;
+// Read four elements of a query row; zeros if it is not `there`.
+DEVICE Quad4 read_query(const AttentionParams& p, const u8* row, i32 column, bool there) {
+    return there ? read_quad<Q_KIND>(row, column, D, p.q_vectors) : Quad4{};
 }
 
-// The elements of a query row that a lane reads for load_scaled_queries, four at a time.
+// The elements of a query row that a lane reads for load_rows, four at a time.
 struct LaneQueries {
     static constexpr i32 QUADS = (D / 4 + 31) / 32;
-    u64 bits[QUADS];
+    Quad4 x[QUADS];
 };
 
+constexpr bool BY_ROWS = Elements::SCALED_QUERIES || ROTATED;
 // Whether a lane has registers for them while it fetches the first keys.
-constexpr bool READS_EARLY = Elements::SCALED_QUERIES && LaneQueries::QUADS == 1;
+constexpr bool READS_EARLY = BY_ROWS && LaneQueries::QUADS == 1;
 
 DEVICE LaneQueries read_queries(const AttentionParams& p, const Unit& unit, i32 group, i32 row, u32 lane) {
     LaneQueries mine;
@@ -101,56 +94,101 @@ DEVICE LaneQueries read_queries(const AttentionParams& p, const Unit& unit, i32 
 #pragma unroll
     for (i32 quad = 0; quad < LaneQueries::QUADS; ++quad) {
         const i32 column = 4 * (32 * quad + static_cast<i32>(lane));
-        mine.bits[quad] = read_query(p, from, column, there && column < D);
+        mine.x[quad] = read_query(p, from, column, there && column < D);
     }
     return mine;
 }
 
-// Copy the unit's bf16 queries into shared memory as f16: each row times the power of two that brings its largest
-// finite element to [2^14, 2^15). A warp takes a row, whose elements are `mine`, and reads its next row meanwhile. The
-// inverse of the power is stored for the scores. Rows past the unit's last query become zeros, while others are read.
-DEVICE void load_scaled_queries(LaneQueries mine, const AttentionParams& p, const Unit& unit, i32 group,
-                                const ThreadRole& me) {
+// Rotate a query. Return what the centre of the keys adds to each of its scores, in their units.
+DEVICE float rotate_query(LaneQueries& mine, const AttentionParams& p, i32 head, u32 lane) {
+    float bias = 0.0f;
+    if (p.calibration) {
+        const float* centre = p.calibration + head * (2 * D);
+#pragma unroll
+        for (u32 e = 0; e < 4 * LaneQueries::QUADS; ++e) {
+            const u32 column = 4 * (e / 4 * 32 + lane) + e % 4;
+            if (column >= D) continue;
+            float& x = mine.x[e / 4].at[e % 4];
+            bias = ptx::fused(x, ptx::read(centre + column), bias);
+            x = ptx::times(x, ptx::read(centre + D + column));
+        }
+        bias = over_row<32>(bias, ptx::plus) * p.scale;
+    }
+    rotate<D, 32, false>(mine.x, lane);
+    return bias;
+}
+
+// Copy four columns of a query into shared memory, where operands of int5 are in the order of key_operands. Return what
+// these columns add to the offset of the scores.
+DEVICE float store_query(u32 row, i32 column, const Quad4& x, float power) {
+    constexpr int N = Elements::Q_TERMS;
+    constexpr bool HALF = Elements::QK_HALF;
+    u32 low[N], high[N];
+    split_pair<N, HALF>(low, x.at[0] * power, x.at[1] * power);
+    split_pair<N, HALF>(high, x.at[2] * power, x.at[3] * power);
+    float offset = 0.0f;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const u32 to = row + n * Q_TERM_BYTES;
+        if constexpr (K_KIND == INT5) {
+            const i32 lane = column / 8 / WORDS, word = column / 8 % WORDS;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u16 bits = static_cast<u16>((i < 2 ? low[n] : high[n]) >> 16 * (i % 2));
+                ptx::shared_write(to + 2 * (32 * word + 4 * lane + 16 * (i / 2) + 2 * (i % 2) + column / 4 % 2), bits);
+                offset = ptx::fused(to_float<HALF ? F16 : BF16>(bits), offset_of(i), offset);
+            }
+        } else {
+            ptx::shared_write(to + 2 * column, static_cast<u64>(high[n]) << 32 | low[n]);
+        }
+    }
+    return offset;
+}
+
+// Copy the unit's queries into shared memory, rotated, or as f16, or both. A row of f16 is multiplied by the power of
+// two that brings its largest finite element to [2^14, 2^15). A warp takes a row, whose elements are `mine`, and reads
+// its next row meanwhile. It stores what changes the row's scores: the inverse of the power, the bias, and the sum that
+// they begin at. Rows past the unit's last query become zeros, while others are read.
+DEVICE void load_rows(LaneQueries mine, const AttentionParams& p, const Unit& unit, i32 group, const ThreadRole& me) {
     constexpr i32 QUADS = LaneQueries::QUADS, WARPS = THREADS / 32;
     const i32 num_rows = rows_of(unit, group);
 #pragma unroll 1
-    for (u32 quad = static_cast<u32>(num_rows) * (D / 4) + me.thread; quad < ROWS * D / 4; quad += THREADS) {
-        ptx::shared_write(me.base + quad / (D / 4) * Q_STRIDE + quad % (D / 4) * 8, u64{0});
+    for (u32 quad = static_cast<u32>(num_rows) * (Q_D / 4) + me.thread; quad < ROWS * Q_D / 4; quad += THREADS) {
+#pragma unroll
+        for (int n = 0; n < Elements::Q_TERMS; ++n) {
+            ptx::shared_write(me.base + n * Q_TERM_BYTES + quad / (Q_D / 4) * Q_STRIDE + quad % (Q_D / 4) * 8, u64{0});
+        }
     }
-    if (me.thread >= static_cast<u32>(num_rows) && me.thread < ROWS) {
-        ptx::shared_write(me.base + Q_INVERSES_AT + 4 * me.thread, 1.0f);
-    }
+    const auto store_facts = [&](u32 row, float inverse, float bias, float start) {
+        ptx::shared_write(me.base + Q_INVERSES_AT + 4 * row, inverse);
+        if constexpr (ROTATED) {
+            ptx::shared_write(me.base + BIASES_AT + 4 * row, bias);
+            ptx::shared_write(me.base + STARTS_AT + 4 * row, start);
+        }
+    };
+    if (me.thread >= static_cast<u32>(num_rows) && me.thread < ROWS) store_facts(me.thread, 1.0f, 0.0f, 0.0f);
 #pragma unroll 1
     for (i32 row = static_cast<i32>(me.thread / 32); row < num_rows; row += WARPS) {
         const LaneQueries next = read_queries(p, unit, group, row + WARPS, me.lane);
-        u32 largest = 15 << 7;  // so that the power is finite
+        float bias = 0.0f;
+        if constexpr (ROTATED) bias = rotate_query(mine, p, unit.head, me.lane);
+        u32 top = 15 << 23;  // so that the power is finite
 #pragma unroll
-        for (i32 quad = 0; quad < QUADS; ++quad) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 magnitude = static_cast<u32>(mine.bits[quad] >> 16 * i) & 0x7fffu;
-                largest = magnitude < 0x7f80u && magnitude > largest ? magnitude : largest;
-            }
+        for (i32 e = 0; e < 4 * QUADS; ++e) {
+            const u32 magnitude = ptx::as_bits(mine.x[e / 4].at[e % 4]) & 0x7fffffffu;
+            top = magnitude < 0x7f800000u ? largest(magnitude, top) : top;
         }
-#pragma unroll
-        for (u32 lanes = 16; lanes; lanes /= 2) {
-            const u32 other = ptx::shuffle_xor(largest, lanes);
-            largest = other > largest ? other : largest;
-        }
-        const u32 exponent = largest >> 7;  // 127 + e for a power 2^(14 - e)
-        const float power = ptx::as_float((268 - exponent) << 23);
+        top = over_row<32>(top, largest);
+        const u32 exponent = Elements::SCALED_QUERIES ? top >> 23 : 141;  // 127 + e for a power 2^(14 - e)
+        float offset = 0.0f;
 #pragma unroll
         for (i32 quad = 0; quad < QUADS; ++quad) {
             const i32 column = 4 * (32 * quad + static_cast<i32>(me.lane));
-            const auto scaled = [&](int i) {
-                return ptx::as_float(static_cast<u32>(mine.bits[quad] >> 16 * i) << 16) * power;
-            };
-            const u32 low = ptx::pack<true>(scaled(0), scaled(1)), high = ptx::pack<true>(scaled(2), scaled(3));
-            if (column < D) {
-                ptx::shared_write(me.base + row * Q_STRIDE + 2 * column, static_cast<u64>(high) << 32 | low);
-            }
+            const float power = ptx::as_float((268 - exponent) << 23);
+            if (column < Q_D) offset += store_query(me.base + row * Q_STRIDE, column, mine.x[quad], power);
         }
-        if (me.lane == 0) ptx::shared_write(me.base + Q_INVERSES_AT + 4 * row, ptx::as_float((exponent - 14) << 23));
+        if constexpr (K_KIND == INT5) offset = over_row<32>(offset, ptx::plus);
+        if (me.lane == 0) store_facts(row, ptx::as_float((exponent - 14) << 23), bias, -offset);
         mine = next;
     }
 }
@@ -162,27 +200,13 @@ DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, 
 #pragma unroll QUERIES_AHEAD
     for (u32 quad = me.thread; quad < ROWS * D / 4; quad += THREADS) {
         const i32 in_tile = static_cast<i32>(quad / (D / 4)), column = static_cast<i32>(quad % (D / 4)) * 4;
-        const u32 to = me.base + in_tile * Q_STRIDE + 2 * column;
+        const u32 to = me.base + in_tile * Q_STRIDE;
         bool there;
         const u8* from = query_at(p, unit, group, in_tile, there);
-        if constexpr (N == 1) {
-            if (p.q_vectors) {
-                ptx::copy_async<8>(to, there ? from + 2 * column : static_cast<const u8*>(p.q), there);
-            } else {
-                ptx::shared_write(to, read_query(p, from, column, there));
-            }
+        if (N == 1 && p.q_vectors) {
+            ptx::copy_async<8>(to + 2 * column, there ? from + 2 * column : static_cast<const u8*>(p.q), there);
         } else {
-            const auto* at = reinterpret_cast<const float*>(from) + column;
-            float f[4] = {};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) f[i] = there ? ptx::read(at + i) : 0.0f;
-            u32 low[N], high[N];
-            split_pair<N, false>(low, f[0], f[1]);
-            split_pair<N, false>(high, f[2], f[3]);
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                ptx::shared_write(to + i * Q_TERM_BYTES, static_cast<u64>(high[i]) << 32 | low[i]);
-            }
+            store_query(to, column, read_query(p, from, column, there), 1.0f);
         }
     }
     ptx::copy_commit();
@@ -198,6 +222,7 @@ struct Walk {
     Step step;
     i32 first_key, steps;
     u32 filling;  // the stage that the next tile goes to
+    u32 filled;  // address of the stage of the last tile, in which its scales are not yet
 };
 
 // Begin at the first tile of the keys [from, to): look up its frames. EARLY: see stages.cuh.
@@ -214,7 +239,10 @@ DEVICE void fetch_first(Walk& walk, const AttentionParams& p, const Pages& pages
     const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
 #pragma unroll 1
     for (walk.filling = 0; walk.filling < STAGES - 1; ++walk.filling) {
+        const Tile last = walk.next;
         fetch(walk.next, p, pages, stages + walk.filling * STAGE_BYTES, me.team_thread);
+        if (walk.filling) store_scales(walk.filled, last, me.team_thread);
+        walk.filled = stages + walk.filling * STAGE_BYTES;
         advance(walk.next, p, pages, walk.step);
     }
 }
@@ -229,9 +257,11 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
     u32 reading = 0;
     i32 key = walk.first_key;
     for (i32 step = 0; step < walk.steps; ++step, key += STEP_TOKENS) {
+        store_scales(walk.filled, walk.next, me.team_thread);
         ptx::copy_wait<STAGES - 2>();
         sync_team(me.team);  // the tile has landed for all threads; no thread reads the stage that is filled next
-        fetch(walk.next, p, pages, stages + walk.filling * STAGE_BYTES, me.team_thread);
+        walk.filled = stages + walk.filling * STAGE_BYTES;
+        fetch(walk.next, p, pages, walk.filled, me.team_thread);
         walk.filling = walk.filling + 1 == STAGES ? 0 : walk.filling + 1;
         advance(walk.next, p, pages, walk.step);
         attend_tile(state, p, queries, rows, key, stages + reading * STAGE_BYTES, sharing, apart);
@@ -265,7 +295,7 @@ DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const Thre
 // Attend to the keys of a walk that has begun, for all rows of the unit. When it returns, the teams' states are in
 // shared memory. mixed: any_nan is asked.
 DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2],
-                       Walk& walk, const ThreadRole& me, bool mixed, bool apart) {
+                       Walk& walk, const ThreadRole& me, bool mixed, bool apart, i32 num_rows) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}, FIRST_UNIT};
     const u32 marks = me.base + marks_at(me.team, me.first_row);
     if (apart && me.part == 0 && me.lane < WARP_ROWS) ptx::shared_write(marks + 4 * me.lane, 0u);
@@ -281,6 +311,7 @@ DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queri
     }
     store_team(me.base, state, me.team, me.first_row, me.part);
     ptx::sync_block();
+    if constexpr (ROTATED) rotate_rows(p, me.base, num_rows, me.thread);
 }
 
 // Return whether the result of attend_all holds a NaN, if it was `mixed`.
@@ -338,15 +369,16 @@ DEVICE void share_piece(const AttentionParams& p, const Unit& unit, i32 group, c
 // Wait for the unit's queries, and set what this lane's two rows may see. The keys under way are not waited for.
 DEVICE void prepare(Queries& queries, Row (&rows)[2], const AttentionParams& p, const Unit& unit, i32 group,
                     float factor, const ThreadRole& me) {
-    if constexpr (!Elements::SCALED_QUERIES) ptx::copy_wait<STAGES - 1>();
+    if constexpr (!BY_ROWS) ptx::copy_wait<STAGES - 1>();
     ptx::sync_block();
     keep_queries(queries, me.lane);
     queries.factor[0] = queries.factor[1] = factor;
-    if constexpr (Elements::SCALED_QUERIES) {
+    if constexpr (BY_ROWS) {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
             const u32 at = me.base + Q_INVERSES_AT + 4 * (me.first_row + row_of_lane(me.lane, r));
             queries.factor[r] = factor * ptx::shared_read<float>(at);
+            if constexpr (K_KIND == INT5) queries.start[r] = ptx::shared_read<float>(at + STARTS_AT - Q_INVERSES_AT);
         }
     }
 #pragma unroll
@@ -370,10 +402,16 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.part = me.team_thread / 32 / WARPS_M;
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
+    queries.biases = me.base + BIASES_AT + 4 * me.first_row;
     Partition<ROWS, STEP_TOKENS, THREADS, !HAS_REGISTERS> partition(p);
     const Unit& unit = partition.unit;
     // Items [item, next_of(item)) are attended to at once: with split_tokens one chunk, else all.
     const auto next_of = [&](i32 item, i32 end) { return p.split_tokens && item < end ? item + 1 : end; };
+    if constexpr (PADS) {
+        for (u32 at = STAGES_AT + 4 * me.thread; at < SHARED_BYTES; at += 4 * THREADS) {
+            ptx::shared_write(me.base + at, 0u);
+        }
+    }
     Walk walk;
     walk.steps = 0;
     const auto begin_early = [&] {
@@ -388,7 +426,8 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
                                                me.base + TEAM_STATS_AT, begin_early);
     bool has_begun = recalled.is_known && walk.steps;  // the walk over the first keys of the first unit
     if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, recalled.launch);  // this thread alone reads it
-    const float k_scale = !TOKEN_SCALES && p.k_scale ? ptx::read(p.k_scale) : 1.0f, v_scale = value_scale(p);
+    const auto factor_at = [](const float* at) { return !ROTATED && at ? ptx::read(at) : 1.0f; };
+    const float k_scale = factor_at(p.k_factor), v_scale = factor_at(p.v_factor);
     for (; partition.more(); partition.advance()) {
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;
@@ -405,19 +444,19 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
             has_begun = false;
             const i32 warp = static_cast<i32>(me.thread / 32);
             if (!is_ready) {  // ask for the queries while the page table is looked up
-                if constexpr (!Elements::SCALED_QUERIES) load_queries(p, unit, partition.group, me);
+                if constexpr (!BY_ROWS) load_queries(p, unit, partition.group, me);
                 if constexpr (READS_EARLY) lane_queries = read_queries(p, unit, partition.group, warp, me.lane);
             }
             fetch_first(walk, p, pages, me);
             if (!is_ready) {
                 is_ready = true;
-                if constexpr (Elements::SCALED_QUERIES) {
+                if constexpr (BY_ROWS) {
                     if (!READS_EARLY) lane_queries = read_queries(p, unit, partition.group, warp, me.lane);
-                    load_scaled_queries(lane_queries, p, unit, partition.group, me);
+                    load_rows(lane_queries, p, unit, partition.group, me);
                 }
                 prepare(queries, rows, p, unit, partition.group, p.scale * k_scale, me);
             }
-            attend_all(p, pages, queries, rows, walk, me, mixed, apart);
+            attend_all(p, pages, queries, rows, walk, me, mixed, apart, rows_of(unit, partition.group));
             if (mixed && !apart && any_nan(me)) {
                 apart = true;  // once more, see set_apart
                 continue;

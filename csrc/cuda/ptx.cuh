@@ -18,6 +18,13 @@ struct alignas(16) Words4 {
     u32 x, y, z, w;
 };
 
+template <int BYTES> struct UnitOf;
+template <> struct UnitOf<16> { using type = Words4; };
+template <> struct UnitOf<8> { using type = u64; };
+template <> struct UnitOf<4> { using type = u32; };
+template <> struct UnitOf<2> { using type = u16; };
+template <> struct UnitOf<1> { using type = u8; };
+
 #define MINUS_INFINITY ptx::as_float(0xff800000u)
 
 #ifdef SIMT_HOST
@@ -76,6 +83,11 @@ DEVICE void shared_write(u32 at, const Words4& x) {
                  ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 template <class T> DEVICE T shared_read(u32 at);
+template <> DEVICE_MEMBER u8 shared_read<u8>(u32 at) {
+    u16 x;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
+    return static_cast<u8>(x);
+}
 template <> DEVICE_MEMBER u16 shared_read<u16>(u32 at) {
     u16 x;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
@@ -218,6 +230,7 @@ DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float times(float a, float b) { return __fmul_rn(a, b); }  // never contracted into an fma with its neighbours
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+DEVICE float root(float x) { return __fsqrt_rn(x); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE i32 to_integer(float x) { return __float2int_rn(x); }  // half to even; NaN is 0
 

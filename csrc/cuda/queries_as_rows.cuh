@@ -24,8 +24,13 @@ DEVICE void load_query(u32 (&a)[QUERY_WORDS], u32 rows, int k, u32 lane) {
 
 // Add q.k to the scores of a tile: s += q.k.
 DEVICE void multiply_keys(float (&s)[SCORE_TILES][4], const Queries& queries, u32 keys, u32 lane) {
+    Key narrow[SCORE_TILES];
+    if constexpr (!Elements::LDMATRIX) {
+#pragma unroll
+        for (int j = 0; j < SCORE_TILES; ++j) narrow[j] = load_key(keys, 8 * j + (lane >> 2), lane);
+    }
 #pragma unroll KEYS_AHEAD
-    for (int k = 0; k < D_PART / 16; ++k) {
+    for (int k = 0; k < Q_STEPS; ++k) {
         u32 a[Elements::Q_TERMS][4];
 #pragma unroll
         for (int i = 0; i < Elements::Q_TERMS; ++i) {
@@ -49,9 +54,7 @@ DEVICE void multiply_keys(float (&s)[SCORE_TILES][4], const Queries& queries, u3
 #pragma unroll
             for (int j = 0; j < SCORE_TILES; ++j) {
                 u32 b0[Elements::KV_TERMS], b1[Elements::KV_TERMS];
-                const auto quad = load_quad<KV_KIND>(keys + (8 * j + (lane >> 2)) * K_STRIDE, 16 * k + 4 * (lane & 3));
-                pair_along<KV_KIND, Elements::QK_HALF>(b0, quad, 0);
-                pair_along<KV_KIND, Elements::QK_HALF>(b1, quad, 1);
+                key_operands(b0, b1, narrow[j], k, lane);
 #pragma unroll
                 for (int i = 0; i < Elements::Q_TERMS; ++i) {
 #pragma unroll
@@ -87,24 +90,18 @@ DEVICE void multiply_values(float (&o)[VALUE_TILES][4], const float (&p)[SCORE_T
             ptx::multiply_add<Elements::PV_HALF>(o[2 * n + 1], a[0], b[2], b[3]);
         }
     } else {
-        const u32 first = values + 2 * (lane & 3) * V_STRIDE;
+        const Values narrow = load_values(values, lane);
 #pragma unroll
         for (int n = 0; n < VALUE_TILES / 4; ++n) {
-            // A column past the part is computed from column 0, and its result is not stored.
-            const u32 column = 32 * n + 4 * (lane >> 2), safe = column < DV_PART ? column : 0;
-            const auto v0 = load_quad<KV_KIND>(first, safe), v1 = load_quad<KV_KIND>(first + V_STRIDE, safe);
-            const auto v8 = load_quad<KV_KIND>(first + 8 * V_STRIDE, safe);
-            const auto v9 = load_quad<KV_KIND>(first + 9 * V_STRIDE, safe);
+            u32 b0[4][Elements::KV_TERMS], b1[4][Elements::KV_TERMS];
+            value_operands(b0, b1, narrow, n, lane);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                u32 b0[Elements::KV_TERMS], b1[Elements::KV_TERMS];
-                pair_across<KV_KIND, Elements::PV_HALF>(b0, v0, v1, i);
-                pair_across<KV_KIND, Elements::PV_HALF>(b1, v8, v9, i);
 #pragma unroll
                 for (int x = 0; x < N; ++x) {
 #pragma unroll
                     for (int y = 0; y < Elements::KV_TERMS; ++y) {
-                        if (x + y < 3) ptx::multiply_add<Elements::PV_HALF>(o[4 * n + i], a[x], b0[y], b1[y]);
+                        if (x + y < 3) ptx::multiply_add<Elements::PV_HALF>(o[4 * n + i], a[x], b0[i][y], b1[i][y]);
                     }
                 }
             }

@@ -9,7 +9,11 @@
 // PAGE_RUNS 0      a lane looks up the frames of the keys `lane` and `lane + 32`. It turns frames into byte offsets,
 //                  and shuffles pass each offset to the lanes that copy the row.
 //
-// A key past the end, or of a hole (-1), is not read: zeros land instead, and a bit marks the key as absent.
+// A key past the end, or of a hole (-1), is not read: zeros land instead, and a bit marks the key as absent. Of int5,
+// runs are copied whole.
+//
+// Scales have 2 bytes, and an asynchronous copy has at least 4. So a lane loads scales into registers, and stores them
+// one tile later.
 //
 // An early look-up is for the share that an earlier launch left, before it is known to be this launch's share
 // (partition.cuh). Its entries may lie outside of this launch's page table, and then they are not read.
@@ -24,15 +28,18 @@ struct Tile {  // the next tile to fetch
     i32 first_key, end_key;
     i32 page, slot;  // PAGE_RUNS: of the first key
     i32 frame[ENTRIES];  // of each run, or of this lane's keys; -1: no such key
+    // Of the tile before: of the lane's key or value in each run; or of its keys, one of a key and of a value in turns.
+    u16 scales[PAGE_RUNS ? ENTRIES : 2 * MASKS];
 };
 
 struct Pages {  // of one sequence and one kv head
     const i32* table;  // the sequence's row of the page table
     const u8* k;
     const u8* v;
-    const float* k_scale;
-    const float* v_scale;
+    const u16* k_scale;
+    const u16* v_scale;
 };
+
 
 DEVICE Pages pages_of(const AttentionParams& p, i32 row, i32 head) {
     Pages pages;
@@ -72,7 +79,7 @@ template <bool EARLY = false> DEVICE void look_up(Tile& tile, const AttentionPar
 
 template <bool EARLY = false>
 DEVICE Tile first_tile(const AttentionParams& p, const Pages& pages, i32 first_key, i32 end_key) {
-    Tile tile;
+    Tile tile{};
     tile.first_key = first_key;
     tile.end_key = end_key;
     if constexpr (PAGE_RUNS) {
@@ -102,13 +109,19 @@ DEVICE void advance(Tile& tile, const AttentionParams& p, const Pages& pages, co
 }
 
 template <class... Present> DEVICE void copy_piece(u32 to, const u8* from, Present... present) {
-    ptx::copy_async<COPY, READ_ONCE>(to, from, present...);
+    if constexpr (COPY >= 4) {
+        ptx::copy_async<COPY, READ_ONCE>(to, from, present...);
+    } else {  // two bytes of any address
+        const bool there = (... && present);
+        ptx::shared_write(to, static_cast<u16>(there ? ptx::read(from) | ptx::read(from + 1) << 8 : 0));
+    }
 }
 
 // Copy one tensor's rows of a tile, ROW_BYTES each, to rows that lie STRIDE apart.
 template <int ROW_BYTES, int STRIDE>
 DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 team_thread) {
-    constexpr int COPIES_OF_ROW = ROW_BYTES / COPY, ALL = TILE * COPIES_OF_ROW;
+    constexpr int COPIES_OF_ROW = ROW_BYTES < COPY ? 1 : ROW_BYTES / COPY;  // runs alone have narrower rows
+    constexpr int ALL = TILE * COPIES_OF_ROW;
 #pragma unroll COPIES_AHEAD
     for (int first = 0; first < ALL; first += TEAM_THREADS) {
         const u32 copy = static_cast<u32>(first) + team_thread;
@@ -158,20 +171,41 @@ DEVICE void copy_run(u32 to, const u8* from, i64 slot_bytes, i32 left, u32 team_
     }
 }
 
-// Copy the scales of a run: lanes 0 to 15 those of the keys, lanes 16 to 31 those of the values.
-DEVICE void copy_scales(u32 to, const AttentionParams& p, const Pages& pages, i64 frame, i32 slot, i32 left, u32 lane) {
-    const i32 in_run = static_cast<i32>(lane % RUN);
-    const bool is_value = lane >= RUN;
-    const float* from = is_value ? pages.v_scale : pages.k_scale;
-    const i64 frame_step = is_value ? p.v_scale_frame : p.k_scale_frame;
-    const i64 slot_step = is_value ? p.v_scale_slot : p.k_scale_slot;
-    const bool present = in_run < left;
-    from += present ? frame * frame_step + (slot + in_run) * slot_step : 0;
-    to += 4 * ((is_value ? TILE : 0) + lane % RUN);
-    ptx::copy_async<4>(to, from, present);
+// Copy one plane of a run of int5 keys, ROW_BYTES each.
+template <int ROW_BYTES> DEVICE void copy_plane(u32 to, const u8* from, bool present, u32 team_thread) {
+    constexpr int ALL = RUN * ROW_BYTES / COPY;
+#pragma unroll
+    for (int first = 0; first < ALL; first += TEAM_THREADS) {
+        const u32 copy = static_cast<u32>(first) + team_thread;
+        if (ALL % TEAM_THREADS && copy >= ALL) continue;
+        copy_piece(to + copy * COPY, present ? from + copy * COPY : from, present);
+    }
 }
 
-DEVICE void fetch_runs(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
+// Return a scale of a run: lanes 0 to 15 have those of the keys, lanes 16 to 31 those of the values.
+DEVICE u16 read_scale(const AttentionParams& p, const Pages& pages, i64 frame, i32 slot, i32 left, u32 lane) {
+    const i32 in_run = static_cast<i32>(lane % RUN);
+    const bool is_value = lane >= RUN;
+    const u16* from = is_value ? pages.v_scale : pages.k_scale;
+    const i64 frame_step = is_value ? p.v_scale_frame : p.k_scale_frame;
+    const i64 slot_step = is_value ? p.v_scale_slot : p.k_scale_slot;
+    return in_run < left ? ptx::read(from + frame * frame_step + (slot + in_run) * slot_step) : u16{0};
+}
+
+// Store the scales of the tile before `next`, which is fetched into `stage`.
+DEVICE void store_scales(u32 stage, const Tile& next, u32 team_thread) {
+    if constexpr (TOKEN_SCALES) {
+        if (team_thread >= 32) return;
+#pragma unroll
+        for (u32 i = 0; i < sizeof next.scales / 2; ++i) {
+            const u32 key = PAGE_RUNS ? RUN * i + team_thread % RUN : 32 * (i / 2) + team_thread;
+            const u32 place = key + ((PAGE_RUNS ? team_thread >= RUN : i % 2) ? TILE : 0);
+            if (key < TILE) ptx::shared_write(stage + SCALES_IN_STAGE + 2 * place, next.scales[i]);
+        }
+    }
+}
+
+DEVICE void fetch_runs(Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
     i32 slot = tile.slot;
     u32 present_bits = 0;
 #pragma unroll
@@ -181,11 +215,16 @@ DEVICE void fetch_runs(const Tile& tile, const AttentionParams& p, const Pages& 
         present_bits |= (left >= RUN ? 0xffffu : (1u << left) - 1) << RUN * r;
         const u32 to = stage + RUN * r * K_STRIDE, v_to = stage + V_IN_STAGE + RUN * r * V_STRIDE;
         if constexpr (TOKEN_SCALES) {
-            const u32 scales = stage + SCALES_IN_STAGE + 4 * RUN * r;
-            if (team_thread < 32) copy_scales(scales, p, pages, frame, static_cast<i32>(at), left, team_thread);
+            if (team_thread < 32) tile.scales[r] = read_scale(p, pages, frame, static_cast<i32>(at), left, team_thread);
         }
-        copy_run<K_ROW, K_STRIDE>(to, pages.k + frame * p.k_frame + at * (PAGE_RUNS == 2 ? K_ROW : p.k_slot), p.k_slot,
-                                  left, team_thread);
+        const u8* k = pages.k + frame * p.k_frame;
+        if constexpr (K_KIND == INT5) {
+            const u8* fifth = k + p.block_size * (D / 2) + at * (D / 8);
+            copy_plane<D / 2>(stage + RUN * r * (D / 2), k + at * (D / 2), left > 0, team_thread);
+            copy_plane<D / 8>(stage + FIFTH_IN_STAGE + RUN * r * (D / 8), fifth, left > 0, team_thread);
+        } else {
+            copy_run<K_ROW, K_STRIDE>(to, k + at * (PAGE_RUNS == 2 ? K_ROW : p.k_slot), p.k_slot, left, team_thread);
+        }
         if constexpr (!V_IN_K) {
             copy_run<V_ROW, V_STRIDE>(v_to, pages.v + frame * p.v_frame + at * (PAGE_RUNS == 2 ? V_ROW : p.v_slot),
                                       p.v_slot, left, team_thread);
@@ -196,35 +235,38 @@ DEVICE void fetch_runs(const Tile& tile, const AttentionParams& p, const Pages& 
     if (team_thread == 0) ptx::shared_write(stage + PRESENT_IN_STAGE, present_bits);
 }
 
-DEVICE void fetch_rows(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
+DEVICE void fetch_rows(Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
     const u32 lane = team_thread % 32;
-    i64 k_offset[ENTRIES], v_offset[ENTRIES];
+    i64 k_offset[ENTRIES], v_offset[ENTRIES], fifth_offset[ENTRIES];
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e) {
         const i32 key = tile.first_key + 32 * e + static_cast<i32>(lane);
         const i64 frame = tile.frame[e], slot = key % p.block_size;
         const bool present = frame >= 0;
-        k_offset[e] = present ? frame * p.k_frame + slot * p.k_slot : -1;
+        k_offset[e] = present ? frame * p.k_frame + slot * (K_KIND == INT5 ? D / 2 : p.k_slot) : -1;
+        fifth_offset[e] = present ? frame * p.k_frame + p.block_size * (D / 2) + slot * (D / 8) : -1;
         v_offset[e] = present ? frame * p.v_frame + slot * p.v_slot : -1;
         const u32 present_bits = ptx::ballot(present);
         if (team_thread == 0) ptx::shared_write(stage + PRESENT_IN_STAGE + 4 * e, present_bits);
         if constexpr (TOKEN_SCALES) {
-            const u32 row = 32 * e + lane, to = stage + SCALES_IN_STAGE + 4 * row;
-            const float* k_scale = pages.k_scale + (present ? frame * p.k_scale_frame + slot * p.k_scale_slot : 0);
-            const float* v_scale = pages.v_scale + (present ? frame * p.v_scale_frame + slot * p.v_scale_slot : 0);
-            if (team_thread < 32 && row < TILE) {
-                ptx::copy_async<4>(to, k_scale, present);
-                ptx::copy_async<4>(to + 4 * TILE, v_scale, present);
-            }
+            const u16* k_scale = pages.k_scale + frame * p.k_scale_frame + slot * p.k_scale_slot;
+            const u16* v_scale = pages.v_scale + frame * p.v_scale_frame + slot * p.v_scale_slot;
+            tile.scales[2 * e] = present ? ptx::read(k_scale) : u16{0};
+            tile.scales[2 * e + 1] = present ? ptx::read(v_scale) : u16{0};
         }
     }
-    copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
+    if constexpr (K_KIND == INT5) {
+        copy_rows<D / 2, D / 2>(stage, pages.k, k_offset, team_thread);
+        copy_rows<D / 8, D / 8>(stage + FIFTH_IN_STAGE, pages.k, fifth_offset, team_thread);
+    } else {
+        copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
+    }
     if constexpr (!V_IN_K) copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
 }
 
-// Start the copies of a tile into a stage. They form one commit group. It is empty for a tile past the last key, which
-// is never computed.
-DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
+// Start the copies of a tile into a stage, and load its scales. The copies form one commit group. It is empty for a
+// tile past the last key, which is never computed.
+DEVICE void fetch(Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
     if (tile.first_key < tile.end_key) {
         if constexpr (PAGE_RUNS) {
             fetch_runs(tile, p, pages, stage, team_thread);

@@ -118,6 +118,7 @@ DEVICE float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
 DEVICE float times(float a, float b) { return a * b; }
 DEVICE float plus(float a, float b) { return a + b; }
 DEVICE float divide(float a, float b) { return a / b; }
+DEVICE float root(float x) { return ::sqrtf(x); }
 DEVICE i32 to_integer(float x) {
     return x != x ? 0 : static_cast<i32>(::lrintf(::fmaxf(::fminf(x, 2147483520.0f), -2147483648.0f)));
 }

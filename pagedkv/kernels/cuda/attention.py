@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer
 from pagedkv.kernels.cuda.specialisation import (
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POINTERS = (
-    "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask causal_of out lse partials "
-    "kept"
+    "q k v k_scale v_scale k_factor v_factor calibration block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask "
+    "causal_of out lse partials kept"
 )
 _STRIDES = (
     "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head "
@@ -132,8 +131,9 @@ class AttentionLauncher:
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, machine: Machine) -> None:
         self._layer, self._options, self._machine = layer, options, machine
-        self._scales = _both_scales(layer.k_scale, layer.v_scale, layer.k)
-        self._pool = (layer.k.data_ptr(), layer.v.data_ptr(), *map(_address, self._scales))
+        self._scales = _scales_of(layer)
+        pool = (layer.k, layer.v, *self._scales, layer.calibration)
+        self._pool = tuple(map(_address, pool))
         heads = (options.sinks, options.alibi_slopes)
         self._heads_at = tuple(map(_address, heads)) if all(x is None or x.is_contiguous() for x in heads) else ()
         self._launches: dict[tuple[Any, ...], tuple[_Launch, ...]] = {}
@@ -182,7 +182,8 @@ class AttentionLauncher:
     def _compute(self, key: tuple[Any, ...], *arguments: Any) -> tuple[_Launch, ...]:
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
-        fixed: tuple[Any, ...] = (self._layer.k, self._layer.v, *self._scales, *self._options)
+        layer, scales = self._layer, self._scales[:2]
+        fixed: tuple[Any, ...] = (layer.k, layer.v, *scales, layer.calibration, *self._options)
         call = AttentionCall(*fixed, *arguments)
         launches = self._launches[key] = _launches_of(call, self._machine)
         return launches
@@ -195,16 +196,15 @@ def attend(call: AttentionCall, machine: Machine) -> None:
 
 
 def _launches_of(call: AttentionCall, machine: Machine) -> tuple[_Launch, ...]:
-    """Return the launches that serve calls like this one.
+    """Return the launches that serve calls like this one; their scales are None or per (token, head).
 
-    Raises InvalidRequest if rows are not aligned, or shared memory is too small.
+    Raises InvalidRequest if shared memory is too small.
     """
     group = call.q.shape[1] // call.k.shape[2]
-    kinds = (quant.kind_of(call.q), quant.kind_of(call.k))
+    kinds = (quant.number_of(call.q), quant.number_of(call.k), quant.number_of(call.v, is_value=True))
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
-    copy, scales = _copy_bytes(call), (call.k_scale, call.v_scale)
-    token_scales, v_in_k = any(scale is not None and scale.dim() for scale in scales), is_v_in_k(call.k, call.v)
-    keys = KeyLayout(copy, int(token_scales), int(v_in_k), _page_runs(call))
+    runs, v_in_k = _page_runs(call), is_v_in_k(call.k, call.v)
+    keys = KeyLayout(_copy_bytes(call, runs), int(call.k_scale is not None), int(v_in_k), runs)
     rows = call.max_seqlen_q * group
     return tuple(
         _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)
@@ -268,29 +268,30 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _both_scales(k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return both scales as the kernel takes them: beside a scale per (token, head), None becomes one scale of 1."""
-    if not any(scale is not None and scale.dim() for scale in (k_scale, v_scale)):
-        return k_scale, v_scale
-    ones = torch.ones((), device=like.device)
-    return ones if k_scale is None else k_scale, ones if v_scale is None else v_scale
+def _scales_of(layer: KVLayer) -> list[Tensor | None]:
+    """Return the scales of K and of V per (token, head), then those for all. If one is per (token, head), the other is
+    a 1 of strides 0."""
+    scales = (layer.k_scale, layer.v_scale)
+    of_tokens = [x if x is not None and x.dim() else None for x in scales]
+    for_all = [x if x is not None and not x.dim() else None for x in scales]
+    if any(x is not None for x in of_tokens):
+        one = torch.ones((), dtype=torch.float16, device=layer.k.device)
+        of_tokens = [one if x is None else x for x in of_tokens]
+    return [*of_tokens, *for_all]
 
 
-def _copy_bytes(call: AttentionCall) -> int:
-    """Return the largest copy (16, 8 or 4 bytes) that divides the length and the address of every row of K and V.
-
-    Raises: InvalidRequest if there is none.
-    """
+def _copy_bytes(call: AttentionCall, runs: int) -> int:
+    """Return the largest copy (16, 8 or 4 bytes) that divides the length and the address of every row of K and V; or 2,
+    for any address. runs: `_page_runs`; of int5 then 16 rows of a plane are one."""
     bits = 0
-    for pool in (call.k, call.v):
-        bits |= pool.data_ptr() | _steps(pool.shape, pool.stride(), pool.element_size())
+    for pool in (*(quant.planes(call.k) if call.k.dtype == torch.uint8 else (call.k,)), call.v):
+        shape, strides = tuple(pool.shape), pool.stride()
+        if runs and call.k.dtype == torch.uint8 and pool is not call.v:
+            (F, S, K, row), (frame, _, head, _) = shape, strides
+            shape, strides = (F, S // 16, K, 16 * row), (frame, 16 * row, head, 1)
+        bits |= pool.data_ptr() | _steps(shape, strides, pool.element_size())
     copy = min(16, bits & -bits)
-    if copy < 4:
-        raise InvalidRequest(
-            "rows of layer.k and layer.v begin at addresses that are no multiple of 4 bytes; "
-            "align the strides of the pool"
-        )
-    return copy
+    return copy if copy >= 4 else 2
 
 
 def _page_runs(call: AttentionCall) -> int:

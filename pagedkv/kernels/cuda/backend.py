@@ -17,7 +17,7 @@ import torch
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference
 from pagedkv.kernels.cuda import attention, moves, specialisation
-from pagedkv.spec import KINDS
+from pagedkv.spec import ELEMENTS, NUMBERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +42,12 @@ def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
     """Return the objections to a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads
     equally."""
     dims = (case.head_dim or dim or 16, case.head_dim_v or dim or 16)
-    unit = 16 * specialisation.parts_of(dims, (KINDS.get(case.dtype or "", KINDS["bfloat16"]), 0))
-    if dim is None or (dim % unit == 0 and 0 < dim <= specialisation.LARGEST_HEAD_DIM):
+    unit = 16 * specialisation.parts_of(dims, (NUMBERS.get(case.dtype or "", NUMBERS["bfloat16"]),))
+    is_rotated = ELEMENTS.get(case.kv_dtype or "", ("", ""))[1] == "code4"
+    most = specialisation.LARGEST_ROTATED[case.dtype == "float32"] if is_rotated else specialisation.LARGEST_HEAD_DIM
+    if dim is None or (dim % unit == 0 and 0 < dim <= most):
         return []
-    return [
-        f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} "
-        f"up to {specialisation.LARGEST_HEAD_DIM}"
-    ]
+    return [f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} up to {most}"]
 
 
 def _shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
@@ -56,11 +55,12 @@ def _shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
 
     A fact that `case` lacks is no objection.
     """
-    if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in KINDS or case.head_dim is None:
+    if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in ELEMENTS or case.head_dim is None:
         return []
-    kinds, dims = (KINDS[case.dtype], KINDS[case.kv_dtype]), (case.head_dim, case.head_dim_v or case.head_dim)
+    of_k, of_v = ELEMENTS[case.kv_dtype]
+    kinds, dims = (NUMBERS[case.dtype], NUMBERS[of_k], NUMBERS[of_v]), (case.head_dim, case.head_dim_v or case.head_dim)
     keys = specialisation.KeyLayout(
-        token_scales=int("token_head_scale" in case.features), v_in_k=1
+        token_scales=int("token_head_scale" in case.features), v_in_k=int(of_v != "code4")
     )  # V in K needs the least memory
     try:
         for rows in specialisation.RowClass.of(kinds, dims):

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from pagedkv.kernels.cuda.attention import Machine
 
-WRITE_POINTERS: Final = struct.Struct("@10Q")
+WRITE_POINTERS: Final = struct.Struct("@11Q")
 WRITE_REST: Final = struct.Struct("@21q9i4x")
-WRITE_LAYOUT: Final = struct.Struct("@10Q21q9i4x")  # both
+WRITE_LAYOUT: Final = struct.Struct("@11Q21q9i4x")  # both
 COPY_LAYOUT: Final = struct.Struct("@4Q4q4i")
 MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
 
@@ -50,8 +50,8 @@ class WriteLauncher:
 
     def __init__(self, layer: KVLayer, rope: RotaryTable | None, machine: Machine) -> None:
         self._fixed, self._machine = bound_fields(layer, rope), machine
-        addresses = tuple(map(_address, self._fixed[:6]))
-        self._pool, self._angles = addresses[:4], addresses[4:]
+        addresses = tuple(map(_address, self._fixed[:7]))
+        self._pool, self._angles = addresses[:5], addresses[5:]
         self._launches: dict[tuple[Any, ...], list[tuple[WriteSpecialisation, int, bytes]]] = {}
 
     def __call__(self, k_new: Tensor, v_new: Tensor, slots: Tensor, positions: Tensor | None) -> None:
@@ -91,10 +91,11 @@ def _writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     if not T or not K:
         return []
     half = 0 if call.cos is None else call.cos.shape[1]
-    kinds = [quant.kind_of(x) for x in (call.k, call.k_new, call.v_new)]
+    stored = (quant.number_of(call.k), quant.number_of(call.v, is_value=True))
+    new = (quant.number_of(call.k_new), quant.number_of(call.v_new))
     rope = 0 if not half else 2 if call.interleaved else 1
     scales = (scale_kind(call.k_scale), scale_kind(call.v_scale))
-    kernel = WriteSpecialisation(kinds[0], kinds[1], kinds[2], D, Dv or D, *scales, rope, half)
+    kernel = WriteSpecialisation(*stored, *new, D, Dv or D, *scales, rope, half)
     blocks = -(-T * K // vectors_of(max(D, Dv)))
     # One launch stores K and V, unless rows of one lie in rows of the other (MLA): then K first, as in every backend.
     # Values of no elements lie in keys, which are stored alone.
@@ -106,7 +107,8 @@ def _writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     strides += [0 if x is None else x.stride(0) for x in tables]
     strides += [call.k.shape[0] * call.k.shape[1]]  # num_slots
     quads = [_aligned(x, 4 * x.element_size()) for x in (call.k_new, call.v_new)]
-    quads += [_aligned(x, 2 if x.dtype == torch.uint8 else 4 * x.element_size()) for x in (call.k, call.v)]
+    k = quant.planes(call.k)[0] if call.k.dtype == torch.uint8 else call.k
+    quads += [_aligned(x, 2 if x.dtype == torch.uint8 else 4 * x.element_size()) for x in (k, call.v)]
     rests = (WRITE_REST.pack(*strides, T, K, call.k.shape[1], first, count, *quads) for first, count in parts)
     return [(kernel, blocks * count, rest) for (_, count), rest in zip(parts, rests, strict=True)]
 
@@ -122,7 +124,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, mac
         bits = (a_token | a_head | b_token | b_head | Dv) * size | addresses[0] | addresses[1] | addresses[4]
         steps = (a_token * size, a_head * size, b_token * size, b_head * size, *lse_a.stride(), *lse_b.stride())
         params = MERGE_LAYOUT.pack(*addresses, *steps, T * H, H, bits % (4 * size) == 0)
-        machine.launch(MergeSpecialisation(quant.kind_of(out), Dv), -(-T * H // vectors_of(Dv)), params)
+        machine.launch(MergeSpecialisation(quant.number_of(out), Dv), -(-T * H // vectors_of(Dv)), params)
     return out, lse
 
 

@@ -12,19 +12,21 @@ from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.spec import BITS, KINDS
+from pagedkv.spec import BITS, NUMBERS
 
 _BITS: Final = tuple(BITS.values())
 LARGEST_HEAD_DIM: Final = 576
 """The largest head dim of K and of V in attention: the result stays in registers."""
+LARGEST_ROTATED: Final = (256, 128)
+"""The same of K and V that are stored rotated, where warps share no rows; the second with float32 queries."""
 
 
-def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
+def parts_of(dims: tuple[int, int], kinds: tuple[int, ...]) -> int:
     """Return how many warps share their rows (`WARPS_D`): enough that results and operands fit into registers.
 
     A float32 operand has three terms, so it takes more warps.
     """
-    if kinds[0] == KINDS["float32"]:
+    if kinds[0] == NUMBERS["float32"]:
         return 1 if max(dims) <= 128 else 2 if max(dims) <= 192 else 4
     return 1 if max(dims) <= 256 else 4
 
@@ -53,13 +55,13 @@ class RowClass(NamedTuple):
     keys_as_rows: int = 0
 
     @staticmethod
-    def of(kinds: tuple[int, int], dims: tuple[int, int]) -> tuple[RowClass, ...]:
-        """Return the classes of sequences for (Q, KV) kinds and (D, Dv).
+    def of(kinds: tuple[int, int, int], dims: tuple[int, int]) -> tuple[RowClass, ...]:
+        """Return the classes of sequences for (Q, K, V) kinds and (D, Dv).
 
         No kernel for float32 queries, or for heads that several warps share, has keys as rows.
         """
         few: tuple[RowClass, ...] = (RowClass(1, 16, 1, 4, 16),)
-        if kinds[0] != KINDS["float32"] and parts_of(dims, kinds) == 1:
+        if kinds[0] != NUMBERS["float32"] and parts_of(dims, kinds) == 1:
             few = (RowClass(1, 8, 1, 4, 16, keys_as_rows=1), RowClass(9, 16, 1, 4, 16))
         return (*few, RowClass(17, 32, 2, 2, 32), RowClass(33, 2**31 - 1, 4, 1, 32))
 
@@ -69,7 +71,8 @@ class AttentionSpecialisation:
     """A specialisation of paged_attention. csrc/cuda/specialisation.cuh explains the fields, which are its macros."""
 
     q_kind: int
-    kv_kind: int
+    k_kind: int
+    v_kind: int
     head_dim: int
     head_dim_v: int
     warps_m: int
@@ -104,21 +107,26 @@ class AttentionSpecialisation:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: `SHARED_BYTES` in csrc/cuda/specialisation.cuh."""
-        queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
-        stats = 8 * self.rows * (self.warps_n + 1) + 4 * self.rows + 16 + -(-self.threads // 128) * 16
+        columns = -(-self.head_dim // 32) * 32 if self.k_kind == NUMBERS["int5"] else self.head_dim
+        queries = self.rows * (2 * columns + 16) * (3 if self.q_kind == NUMBERS["float32"] else 1)
+        of_row = 12 if self.v_kind == NUMBERS["code4"] else 4
+        stats = 8 * self.rows * (self.warps_n + 1) + of_row * self.rows + 16 + -(-self.threads // 128) * 16
         scores = self.warps_n * 4 * self.warps_d * self.rows * self.tile if self.warps_d > 1 else 0
         return -(-(queries + stats + scores) // 128) * 128 + self.stages_bytes
 
     @property
     def stages_bytes(self) -> int:
         """Shared memory of the stages of all teams, which the teams' sums and the pieces of a merge use after them."""
-        rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
-        stage = self.tile * (sum(rows[: 2 - self.v_in_k]) + 8 * self.token_scales) + 16
+        rows = [(-(-row // 16) | 1) * 16 for row in self.row_bytes]
+        rows[0] = self.row_bytes[0] if self.k_kind == NUMBERS["int5"] else rows[0]
+        stage = self.tile * (sum(rows) + 4 * self.token_scales) + 16
         return self.warps_n * max(self.stages * stage, 4 * self.rows * (self.head_dim_v + 8))
 
-    def row_bytes(self, dim: int) -> int:
-        """Return the bytes of one key or value of `dim` elements in the pool."""
-        return dim * _BITS[self.kv_kind] // 8
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """The bytes of a key and of a value in the pool, or of both in one."""
+        rows = self.head_dim * _BITS[self.k_kind] // 8, self.head_dim_v * _BITS[self.v_kind] // 8
+        return rows[: 2 - self.v_in_k]
 
 
 class Specialisation(Protocol):
@@ -157,13 +165,13 @@ RESERVED: Final = 1024
 
 @lru_cache(maxsize=1024)
 def specialise(
-    kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: KeyLayout, shared: tuple[int, int]
+    kinds: tuple[int, int, int], dims: tuple[int, int], row_class: RowClass, keys: KeyLayout, shared: tuple[int, int]
 ) -> AttentionSpecialisation:
-    """Return the specialisation of attention for (Q, KV) kinds and (D, Dv). shared: its bytes per CTA and per SM.
+    """Return the specialisation of attention for (Q, K, V) kinds and (D, Dv). shared: its bytes per CTA and per SM.
 
     Raises: InvalidRequest if shared memory does not hold two stages.
     """
-    few = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers hold the scores of 16 keys only
+    few = max(dims) > 128 or kinds[0] == NUMBERS["float32"]  # registers hold the scores of 16 keys only
     tile = 16 if few else row_class.tile
     parts = parts_of(dims, kinds)
     warps_m = min(row_class.warps_m, MOST_WARPS // parts)
@@ -193,8 +201,7 @@ def _with_few_stages(kernel: AttentionSpecialisation) -> AttentionSpecialisation
     """Return the kernel of a decode with as few of its stages as have IN_FLIGHT bytes under way; others as they are."""
     if kernel.warps_m > 1:
         return kernel
-    dims = (kernel.head_dim, kernel.head_dim_v)[: 2 - kernel.v_in_k]
-    under_way = kernel.blocks * kernel.warps_n * kernel.tile * sum(map(kernel.row_bytes, dims))  # by each stage but one
+    under_way = kernel.blocks * kernel.warps_n * kernel.tile * sum(kernel.row_bytes)  # by each stage but one
     return replace(kernel, stages=min(kernel.stages, 1 + max(1, -(-IN_FLIGHT // under_way))))
 
 
@@ -231,7 +238,8 @@ class _ByRows:
 class WriteSpecialisation(_ByRows):
     """A specialisation of csrc/cuda/write_kv.cuh, whose head explains the fields."""
 
-    kv_kind: int
+    k_kind: int
+    v_kind: int
     k_new_kind: int
     v_new_kind: int
     head_dim: int
