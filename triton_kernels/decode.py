@@ -84,7 +84,8 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
     first_query = tl.load(cu_seqlens_q + b)
     num_new = tl.load(cu_seqlens_q + b + 1) - first_query
     query, head, ok = query_rows(h % SPEC.head_tiles, 0, num_new, SPEC.M, SPEC)
-    token, head = (first_query + query).to(tl.int64), head + h // SPEC.head_tiles * SPEC.G
+    kv_head = h // SPEC.head_tiles
+    token, head = (first_query + query).to(tl.int64), head + kv_head * SPEC.G
     rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right_of(b, tables, rules, SPEC), n)
     if SPEC.alibi:
         slopes = tl.load(slopes + head, mask=ok, other=0.0)
@@ -94,9 +95,9 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
     if SPEC.window and SPEC.split:  # keys before every window: whole tiles are skipped
         first += tl.maximum(tl.maximum(n - num_new - window + 1, 0) - first, 0) // SPEC.N * SPEC.N
     row_of_table = table + (tl.load(table_rows + b) if table_rows is not None else b).to(tl.int64) * table_stride
-    q_parts = load_query(q, token * strides[0] + head.to(tl.int64) * strides[1], ok, SPEC)
-    acc0, acc1, m, l = walk(q_parts, first, last, row_of_table, pool, h // SPEC.head_tiles, rows, slopes, rules, SPEC)
-    acc0, acc1, lse2 = normalised(acc0, acc1, m, l)
+    q_parts = load_query(q, token * strides[0] + head.to(tl.int64) * strides[1], ok, pool[16], kv_head, SPEC)
+    acc0, acc1, m, l = walk(q_parts, first, last, row_of_table, pool, kv_head, rows, slopes, rules, SPEC)
+    acc0, acc1, lse2 = normalised(acc0, acc1, m, l, SPEC)
     return token, head, ok, acc0, acc1, lse2
 
 

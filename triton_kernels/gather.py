@@ -1,7 +1,8 @@
 """gather_kv: copy tokens of sequences out of their pages into rows of results, and dequantise them; page tables without
 holes, for kernels that know none.
 
-    row j of sequence b  =  the vector of the token at position first[b] + j, times its scale, rounded once
+    row j of sequence b  =  the vector of the token at position first[b] + j, times its scale, rounded once;
+                            k8v4, k5v4: rotated back; K then times its divisor and plus its centre (quant.py)
                             0 where there is no token: before 0, from seq_lens[b] on, in a hole
 
 Grid      (rows, groups of HEADS kv heads). Rows of packed results that no token has are skipped.
@@ -25,9 +26,9 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.layout import scale_kind, scale_strides
-from pagedkv.kernels.triton.elements import number, rounded
+from pagedkv.kernels.triton.elements import _hadamard, _pairs, _signs, _whole, number, rounded
 from pagedkv.kernels.triton.partition import sequence_of_row
-from pagedkv.kernels.triton.specialisation import KINDS, as_stored
+from pagedkv.kernels.triton.specialisation import _kind_of, as_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _value_of(x, KIND: tl.constexpr):
-    """Return stored `x` as float32; of int4, the low nibble."""
+    """Return stored `x` as float32."""
     if KIND == "e4m3":
         wide = x.to(tl.uint16)
         magnitude = tl.where((wide & 0x7F) == 0x7F, 0x7E00, (wide & 0x7F) << 7).to(tl.uint16)  # 0x7F is NaN
@@ -46,8 +47,6 @@ def _value_of(x, KIND: tl.constexpr):
         value = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     elif KIND == "int8":
         value = x.to(tl.int8, bitcast=True).to(tl.float32)
-    elif KIND == "int4":
-        value = (x & 15).to(tl.float32) - 8.0
     else:
         value = number(x).to(tl.float32)
     return value
@@ -55,37 +54,47 @@ def _value_of(x, KIND: tl.constexpr):
 
 @triton.jit
 def _copy_vectors(
-    pool, at, held, ok, scale, scale_at, out, to, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    SCALE: tl.constexpr,
+    pool, page, slot, stride, head, held, ok, scale, scale_at, calibration, out, to,
+    S: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Store the vectors of HEADS heads at `pool` + `at` to `out` + `to`, times their scales; zeros where not `held`."""
+    """Store the vectors of HEADS heads at `pool` + `page` + `slot` * `stride` to `out` + `to`; zeros where not `held`.
+
+    calibration: the statistics of K's channels, or None.
+    """
     c = tl.arange(0, WIDTH)
-    limit: tl.constexpr = DIM // 2 if KIND == "int4" else DIM
-    mask = ok[:, None] & (c < limit)[None, :]
-    stored = tl.load(pool + at[:, None] + c[None, :], mask=mask & held[:, None], other=0)
+    mask = ok[:, None] & (c < DIM)[None, :]
+    if KIND == "int5" or KIND == "code4":
+        even, odd = _pairs(pool, page, slot, stride, held, WIDTH // 2, DIM, S, KIND, tl.float32)
+        value = _whole(even, odd)
+    else:
+        row = (page + slot * stride)[:, None]
+        value = _value_of(tl.load(pool + row + c[None, :], mask=mask & held[:, None], other=0), KIND)
     factor = tl.full(ok.shape, 1.0, tl.float32)
     if SCALE == 1:
         factor = factor * tl.load(scale)
     elif SCALE == 2:
-        factor = tl.load(scale + scale_at, mask=held, other=0.0)
-    by = tl.broadcast_to(factor[:, None], stored.shape)
-    TO: tl.constexpr = out.dtype.element_ty
-    value = tl.where(held[:, None], _value_of(stored, KIND) * by, 0.0)
-    if KIND == "int4":
-        odd = tl.where(held[:, None], _value_of(stored >> 4, KIND) * by, 0.0)
-        tl.store(out + to[:, None] + 2 * c[None, :], rounded(value, TO), mask=mask)
-        tl.store(out + to[:, None] + 2 * c[None, :] + 1, rounded(odd, TO), mask=mask)
-    else:
-        tl.store(out + to[:, None] + c[None, :], rounded(value, TO), mask=mask)
+        factor = number(tl.load(scale + scale_at, mask=held, other=0.0)).to(tl.float32)
+    value = value * tl.broadcast_to(factor[:, None], value.shape)
+    if ROTATED:
+        value = _hadamard(value, DIM) * _signs(c)[None, :]
+    if calibration is not None:
+        of_channel = calibration + head[:, None] * (2 * DIM) + c[None, :]
+        divisor = tl.load(of_channel + DIM, mask=mask, other=0.0)
+        value = value * divisor + tl.load(of_channel, mask=mask, other=0.0)
+    value = tl.where(held[:, None], value, 0.0)
+    tl.store(out + to[:, None] + c[None, :], rounded(value, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gather_kernel(
-    k, v, k_scale, v_scale, block_table, rows, seq_lens, first, starts, k_out, v_out, K, B, steps, padded_rows,
+    k, v, k_scale, v_scale, calibration, block_table, rows, seq_lens, first, starts, k_out, v_out,
+    K, B, steps, padded_rows,
     k_frame, k_slot, k_head, v_frame, v_slot, v_head, ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
     table_row, rows_stride, ko_sequence, ko_row, ko_head, vo_sequence, vo_row, vo_head,
     S: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
-    HEADS: tl.constexpr, KIND: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, PACKED: tl.constexpr,
+    HEADS: tl.constexpr, KIND: tl.constexpr, V_KIND: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program: key and value of HEADS kv heads of one row. steps: of the binary search over B sequences."""
     row = tl.program_id(0).to(tl.int64)
@@ -109,14 +118,16 @@ def _gather_kernel(
     ok, at = head < K, position % S
     held = ok & (frame + 0 * head >= 0)  # a mask of one scalar and of a tensor is more than the interpreter takes
     _copy_vectors(
-        k, frame * k_frame + at * k_slot + head * k_head, held, ok,
-        k_scale, frame * ks_frame + at * ks_slot + head * ks_head,
-        k_out, sequence * ko_sequence + out_row * ko_row + head * ko_head, D, KW, KIND, K_SCALE,
+        k, frame * k_frame + head * k_head, at, k_slot, head, held, ok,
+        k_scale, frame * ks_frame + at * ks_slot + head * ks_head, calibration,
+        k_out, sequence * ko_sequence + out_row * ko_row + head * ko_head,
+        S, D, KW, KIND, K_SCALE, V_KIND == "code4",
     )  # fmt: skip
     _copy_vectors(
-        v, frame * v_frame + at * v_slot + head * v_head, held, ok,
-        v_scale, frame * vs_frame + at * vs_slot + head * vs_head,
-        v_out, sequence * vo_sequence + out_row * vo_row + head * vo_head, Dv, VW, KIND, V_SCALE,
+        v, frame * v_frame + head * v_head, at, v_slot, head, held, ok,
+        v_scale, frame * vs_frame + at * vs_slot + head * vs_head, None,
+        v_out, sequence * vo_sequence + out_row * vo_row + head * vo_head,
+        S, Dv, VW, V_KIND, V_SCALE, V_KIND == "code4",
     )  # fmt: skip
 
 
@@ -129,15 +140,16 @@ def gather_kv(call: GatherCall) -> None:
         return
     heads = min(8, triton.next_power_of_2(K))
     scales = (x.k_scale, x.v_scale)
-    widths = [triton.next_power_of_2(max(1, pool.shape[3])) for pool in (x.k, x.v)]
+    kinds, dims = (_kind_of(x.k), _kind_of(x.v, True)), (call.k_out.shape[-1], call.v_out.shape[-1])
+    widths = [triton.next_power_of_2(max(1, dim)) for dim in dims]
     out_strides = [(0,) * packed + out.stride()[:-1] for out in (call.k_out, call.v_out)]
     _gather_kernel[rows, triton.cdiv(K, heads)](
-        as_stored(x.k), as_stored(x.v), *scales, x.block_table, x.rows, x.seq_lens, x.first, call.starts,
+        as_stored(x.k), as_stored(x.v), *scales, x.calibration, x.block_table, x.rows, x.seq_lens, x.first, call.starts,
         call.k_out, call.v_out, K, B, B.bit_length(), 1 if packed else call.k_out.shape[1],
         *x.k.stride()[:3], *x.v.stride()[:3], *(stride for scale in scales for stride in scale_strides(scale)),
         x.block_table.stride(0), 0 if x.rows is None else x.rows.stride(0), *out_strides[0], *out_strides[1],
-        S=x.k.shape[1], D=call.k_out.shape[-1], Dv=call.v_out.shape[-1], KW=widths[0], VW=widths[1], HEADS=heads,
-        KIND=KINDS.get(x.k.dtype, ""), K_SCALE=scale_kind(x.k_scale), V_SCALE=scale_kind(x.v_scale), PACKED=packed,
+        S=x.k.shape[1], D=dims[0], Dv=dims[1], KW=widths[0], VW=widths[1], HEADS=heads,
+        KIND=kinds[0], V_KIND=kinds[1], K_SCALE=scale_kind(x.k_scale), V_SCALE=scale_kind(x.v_scale), PACKED=packed,
         num_warps=4,
     )  # fmt: skip
 

@@ -93,9 +93,9 @@ def _prefill_kernel(
         first += z * share
         last = tl.minimum(last, first + share)
     row_of_table = table + (tl.load(table_rows + b) if table_rows is not None else b).to(tl.int64) * table_stride
-    q_parts = load_query(q, token * strides[0] + head.to(tl.int64) * strides[1], ok, SPEC)
+    q_parts = load_query(q, token * strides[0] + head.to(tl.int64) * strides[1], ok, pool[16], kv_head, SPEC)
     acc0, acc1, m, l = walk(q_parts, first, last, row_of_table, pool, kv_head, rows, slopes, rules, SPEC)
-    acc0, acc1, lse2 = normalised(acc0, acc1, m, l)
+    acc0, acc1, lse2 = normalised(acc0, acc1, m, l, SPEC)
     if SPLITS > 1:
         row = (token * H + head) * SPLITS + z
         store_parts(part_out, row * SPEC.Dv, ok, acc0, acc1, SPEC)

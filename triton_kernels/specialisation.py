@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Case
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-KINDS: Final = {quant.DTYPES[name]: name.removeprefix("fp8_") for name in quant.DTYPES if name not in quant.FLOATS}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Specialisation:
     """The compile-time specialisation of the attention kernels: their argument `SPEC`, a `tl.constexpr`.
 
     dtype:            the dtype of q.
-    kind:             the dtype of the pool: "e4m3", "e5m2", "int8", "int4", or "" for the dtype of q.
+    kind, v_kind:     the elements of K and of V: "e4m3", "e5m2", "int8", "int5" (K), "code4" (V), or "" for q's dtype.
+    calibrated:       keys are less a centre and over a divisor for each channel.
     S, G, D, Dv:      block_size, query heads of a kv head, head dims in elements.
     M, N:             rows and keys of a tile.
     heads:            query heads in a tile, at most G; the tile has M // heads queries of each.
@@ -52,6 +52,7 @@ class Specialisation:
 
     dtype: Any
     kind: str
+    v_kind: str
     S: int
     G: int
     D: int
@@ -68,6 +69,7 @@ class Specialisation:
     tree: bool = False
     k_scale: int = 0
     v_scale: int = 0
+    calibrated: bool = False
     v_in_k: bool = False
     native_fp8: bool = True
     float32_products: str = "ieee"
@@ -80,8 +82,13 @@ class Specialisation:
 
     @cached_property
     def narrow(self) -> bool:
-        """Whether operands are float16. It holds each stored element of 8 or 4 bits exactly."""
+        """Whether operands are float16. It holds each quantised element exactly."""
         return self.kind != "" and self.dtype != tl.float32
+
+    @cached_property
+    def rotated(self) -> bool:
+        """Whether K and V are rotated; a byte of V holds an even and an odd element."""
+        return self.v_kind == "code4"
 
     @cached_property
     def lift(self) -> int:
@@ -121,50 +128,49 @@ class Specialisation:
     @cached_property
     def V0(self) -> int:
         """Columns of V's first part in memory."""
-        return _widths(self.Dv, self.kind)[0]
+        return _widths(self.Dv, self.v_kind)[0]
 
     @cached_property
     def V1(self) -> int:
         """Columns of V's second part in memory; 0 for no second part."""
-        return _widths(self.Dv, self.kind)[1]
+        return _widths(self.Dv, self.v_kind)[1]
 
     @cached_property
     def second(self) -> int:
         """Columns of the second part of an output; without a second part 16, the smallest tile."""
-        return self.V0 if self.kind == "int4" else max(self.V1, 16)
-
-    @cached_property
-    def k_limit(self) -> int:
-        """Elements of a stored key in memory. For int4 these are bytes, with two elements each."""
-        return self.D // 2 if self.kind == "int4" else self.D
-
-    @cached_property
-    def v_limit(self) -> int:
-        """Elements of a stored value in memory. For int4 these are bytes."""
-        return self.Dv // 2 if self.kind == "int4" else self.Dv
+        return self.V0 if self.rotated else max(self.V1, 16)
 
 
 def _widths(dim: int, kind: str) -> tuple[int, int]:
     """Return the columns of a head's two parts: powers of two, at least 16, the smallest operand of a tensor core.
 
-    int4: the columns are bytes, and there is no second load.
+    int5, code4: the columns are bytes, which hold an even and an odd element.
     """
-    if kind == "int4":
+    if kind in ("int5", "code4"):
         return max(16, triton.next_power_of_2(dim // 2)), 0
     first = max(16, 1 << (dim.bit_length() - 1))
     return first, max(16, triton.next_power_of_2(dim - first)) if dim > first else 0
+
+
+def _kind_of(pool: Tensor, is_value: bool = False) -> str:
+    """Return the element of K, or of V, as kernels name it: "e4m3", "int5", "code4", ...; "" for a float dtype."""
+    if pool.dtype == torch.uint8:
+        return "code4" if is_value else "int5"
+    name = quant.NAMES[pool.dtype]
+    return "" if name in quant.FLOATS else name.removeprefix("fp8_")
 
 
 def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
     """Return the Specialisation of `call` with tiles of M rows and N keys."""
     K, S = call.k.shape[2], call.k.shape[1]
     G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
-    kind = KINDS.get(call.k.dtype, "")
+    kind = _kind_of(call.k)
     heads, on, split = min(G, M), tuning.target(call.q.device), call.split_tokens is not None
     # for heads wider than 256, three products of TF32 need more than the 99 KiB of shared memory of some processors
     float32_products = "ieee" if max(D, Dv) > 256 else on.float32_products
     return Specialisation(
-        dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
+        dtype=DTYPES[call.q.dtype], kind=kind, v_kind=_kind_of(call.v, True), S=S, G=G, D=D, Dv=Dv, M=M, N=N,
+        heads=heads, calibrated=call.calibration is not None,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
         right=_is_right_bounded(call), window=call.window is not None, softcap=call.softcap != 0,
         sinks=call.sinks is not None, alibi=call.alibi_slopes is not None, tree=split or call.tree_mask is not None,
@@ -176,15 +182,9 @@ def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
 
 def why_no_specialisation(case: Case) -> list[str]:
     """Return the reasons why no attention kernel can be compiled for `case`, or launched on its GPU."""
-    if (
-        (case.dtype, case.kv_dtype) == ("float32", "int4")
-        and max(case.head_dim or 0, case.head_dim_v or 0) > 256
-        and case.device == "cuda"
-    ):
-        on = tuning.target(torch.device(case.place))
-        if on.arch.startswith("sm_") and on.shared < 128 << 10:
-            lack = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
-            return [f"a float32 q over int4 heads wider than 256 {lack}: take q in bfloat16"]
+    widest = max(case.head_dim or 0, case.head_dim_v or 0)
+    if case.kv_dtype in ("k8v4", "k5v4") and widest > 256:
+        return [f"{case.kv_dtype} heads of {widest} elements: it rotates at most 256"]
     return []
 
 
@@ -208,13 +208,13 @@ def head_bytes(call: AttentionCall) -> int:
     """
     if call.q.dtype == torch.float32:
         return (call.q.shape[2] + call.out.shape[2]) * 4
-    return (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
+    return call.k.shape[3] * call.k.element_size() + call.v.shape[3] * call.v.element_size()
 
 
 def _v_in_k(call: AttentionCall, kind: str) -> bool:
     """Return True if V is the first part of K in the same memory, and a tile loads that part by itself."""
     is_first_part = call.out.shape[2] == _widths(call.q.shape[2], kind)[0]
-    return is_first_part and kind != "int4" and is_v_in_k(call.k, call.v)
+    return is_first_part and call.v.dtype != torch.uint8 and is_v_in_k(call.k, call.v)
 
 
 def as_stored(pool: Tensor) -> Tensor:
@@ -238,10 +238,12 @@ class Arguments(NamedTuple):
 
 
 def _pool_of(call: AttentionCall) -> tuple[Any, ...]:
-    """Return the kernel argument `pool`: k, v, their scales, and the strides of frames, slots and heads of each."""
+    """Return the kernel argument `pool`: k, v, their scales, the strides of frames, slots and heads of each; and the
+    calibration of K's channels."""
     return (
         as_stored(call.k), as_stored(call.v), call.k_scale, call.v_scale,
         *call.k.stride()[:3], *call.v.stride()[:3], *scale_strides(call.k_scale), *scale_strides(call.v_scale),
+        call.calibration,
     )  # fmt: skip
 
 

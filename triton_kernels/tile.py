@@ -19,9 +19,11 @@
 
 Each product with a stride is 64-bit. Logarithms have base 2 in this file; the LSE that leaves the kernels is natural.
 Scales of keys multiply scores; scales of values multiply p, or the sum if there is one scale for all; elements are
-never scaled. If p is float16 (SPEC.narrow), p and acc carry a power of two: 13, so that weights down to 2^-37 count; or
-beside scales of tokens `lift`, which brings the largest scale so far below 2^14. This file knows one sequence and one
-kv head at a time.
+never scaled. Scales of tokens are loaded one tile ahead: a float16 is too small for an asynchronous copy. If p is
+float16 (SPEC.narrow), p and acc carry a power of two: 13, so that weights down to 2^-37 count; or beside scales of
+tokens `lift`, which brings the largest scale so far below 2^14. Rotated keys and values (quant.py) stay rotated:
+`load_query` rotates q, `normalised` rotates the output back. The bias q . centre of a calibration is equal for all
+keys, so without soft cap it is added to m after the last key. This file knows one sequence and one kv head at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedkv.kernels.triton.elements import exponent_of, part_columns, parts, power, product, rounded, scaled_queries
+from pagedkv.kernels.triton.elements import (
+    _hadamard,
+    _halves,
+    _signs,
+    _whole,
+    exponent_of,
+    number,
+    parts,
+    power,
+    product,
+    rounded,
+    scaled_queries,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -56,29 +70,48 @@ def query_rows(head_tile, first_query, num_queries, ROWS: tl.constexpr, SPEC: tl
 
 
 @triton.jit
-def load_query(q, row, ok, SPEC: tl.constexpr):
-    """Return both parts of q at the 64-bit offsets `row`: [M, K0] and [M, K1].
+def load_query(q, row, ok, calibration, kv_head, SPEC: tl.constexpr):
+    """Return both parts of q at the 64-bit offsets `row`, [M, K0] and [M, K1], and the bias of each row.
 
-    Rows that do not exist and columns past D are zeros.
+    Rows that do not exist and columns past D are zeros. For rotated keys, q is times the divisors of their channels and
+    rotated; the bias is q . centre, float32 [M].
     """
-    c = part_columns(0, SPEC.K0, SPEC.K1, SPEC)
-    first = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < SPEC.D)[None, :], other=0)
+    WIDTH: tl.constexpr = 2 * SPEC.K0 if SPEC.kind == "int5" else SPEC.K0
+    first, bias = _query_part(q, row, ok, calibration, kv_head, 0, WIDTH, SPEC)
     second = first
-    if SPEC.kind == "int4" or SPEC.K1 > 0:
-        c = part_columns(1, SPEC.K0, SPEC.K1, SPEC)
-        second = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < SPEC.D)[None, :], other=0)
-    return first, second
+    if SPEC.K1 > 0:
+        second, more = _query_part(q, row, ok, calibration, kv_head, WIDTH, SPEC.K1, SPEC)
+        bias += more
+    if SPEC.kind == "int5":
+        first, second = _halves(first)
+    return first, second, bias
+
+
+@triton.jit
+def _query_part(q, row, ok, calibration, kv_head, FROM: tl.constexpr, WIDTH: tl.constexpr, SPEC: tl.constexpr):
+    """Return the elements FROM : FROM + WIDTH of q as `load_query` does, and their share of the bias."""
+    bias = tl.full([SPEC.M], 0.0, tl.float32)
+    c = FROM + tl.arange(0, WIDTH)
+    x = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < SPEC.D)[None, :], other=0)
+    if SPEC.rotated:
+        x = number(x).to(tl.float32)
+        if SPEC.calibrated:
+            calibration += kv_head.to(tl.int64) * (2 * SPEC.D) + c
+            bias = tl.sum(x * tl.load(calibration, mask=c < SPEC.D, other=0.0)[None, :], 1)
+            x = x * tl.load(calibration + SPEC.D, mask=c < SPEC.D, other=0.0)[None, :]
+        x = _hadamard(x * _signs(c)[None, :], SPEC.D)
+    return x, bias
 
 
 @triton.jit
 def store_parts(to, row, ok, first, second, SPEC: tl.constexpr):
-    """Store both parts, [M, V0] and [M, V1], at `to` + `row`, in the type of `to`."""
-    c = part_columns(0, SPEC.V0, SPEC.V1, SPEC)
+    """Store both parts of outputs at `to` + `row`, in the type of `to`."""
+    c = tl.arange(0, first.shape[1])
     tl.store(
         to + row[:, None] + c[None, :], rounded(first, to.dtype.element_ty), mask=ok[:, None] & (c < SPEC.Dv)[None, :]
     )
-    if SPEC.kind == "int4" or SPEC.V1 > 0:
-        c = part_columns(1, SPEC.V0, SPEC.V1, SPEC)
+    if SPEC.V1 > 0:
+        c = SPEC.V0 + tl.arange(0, SPEC.V1)
         tl.store(
             to + row[:, None] + c[None, :],
             rounded(second, to.dtype.element_ty),
@@ -145,13 +178,15 @@ def _seen(start, t, present, rows, rules, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
+def _scored(s, t, position, slopes, scale, bias, softcap, SPEC: tl.constexpr):
     """Return the products `s` [M, N] of queries and keys as logits of base 2.
 
-    Without soft cap and ALiBi, the caller has multiplied `scale` by log2(e).
+    Without soft cap and ALiBi, the caller has multiplied `scale` by log2(e). Without soft cap, `walk` adds the bias.
     """
     s = s * scale
     if SPEC.softcap:
+        if SPEC.calibrated:
+            s = s + bias[:, None]
         s = softcap * _tanh(s / softcap)
     if SPEC.alibi:
         s = s + slopes[:, None] * (t[None, :] - position[:, None]).to(tl.float32)
@@ -175,8 +210,10 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
     rows: (position, ok, tree_row, position of the first new token, number of new tokens, positions after its own that a
     row may see, position of the first token that a tree mask hides from some row).
     """
+    bias = q_parts[2] * rules[0]
     if SPEC.narrow:
         q_parts = scaled_queries(q_parts[0], q_parts[1], SPEC)
+    q_parts = (q_parts[0], q_parts[1], q_parts[2], bias)
     state = _no_keys(SPEC)
     middle = first
     if SPEC.edges:  # all rows see the keys before `middle`, but for those of holes
@@ -194,7 +231,10 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
         if is_nan > 0:
             state = _no_keys(SPEC)
             state = _steps(q_parts, state, first, end, table_row, pool, kv_head, rows, slopes, rules, True, True, SPEC)
-    return _with_value_scale(state, pool[3], SPEC)
+    acc0, acc1, m, l = _with_value_scale(state, pool[3], SPEC)
+    if SPEC.calibrated and not SPEC.softcap:
+        m = tl.where(m == float("-inf"), m, m + bias * LOG2E)
+    return acc0, acc1, m, l
 
 
 @triton.jit
@@ -222,6 +262,28 @@ def _with_value_scale(state, v_scale, SPEC: tl.constexpr):
 
 
 @triton.jit
+def _present(t, frame, end, before, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Return bool [N]: whether the key at each position of `t` is there, and some new token may see it.
+
+    before: the last position before every window.
+    """
+    if MASKED:
+        present = t < tl.where(frame >= 0, end, 0)
+    else:
+        present = tl.full([SPEC.N], 0, tl.int32) <= frame
+    if SPEC.window:
+        present = present & (t > before)
+    return present
+
+
+@triton.jit
+def _scales(scale, frame, slot, frame_stride, slot_stride, present):
+    """Return the scales of the keys or values that are `present`, [N]; 0 for the others."""
+    at = frame.to(tl.int64) * frame_stride + slot.to(tl.int64) * slot_stride
+    return tl.load(scale + at, mask=present, other=0.0)
+
+
+@triton.jit
 def _steps(
     q_parts, state, first, end, table_row, pool, kv_head, rows, slopes, rules,
     MASKED: tl.constexpr, APART: tl.constexpr, SPEC: tl.constexpr,
@@ -235,7 +297,7 @@ def _steps(
     q0, q1 = q_parts[0], q_parts[1]
     (
         k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
-        ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
+        ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head, _,
     ) = pool  # fmt: skip
     scale, softcap, window, _, _, _, _, _ = rules
     wide = kv_head.to(tl.int64)
@@ -258,9 +320,15 @@ def _steps(
         ahead = tl.load(table_row + first // SPEC.S, mask=first < end, other=-1)
     else:
         ahead = tl.load(table_row + (first + n) // SPEC.S, mask=first + n < end, other=-1)
+    if SPEC.k_scale == 2 or SPEC.v_scale == 2:
+        present, slot = _present(first + n, ahead, end, rows[3] - window, MASKED, SPEC), (first + n) % SPEC.S
+        if SPEC.k_scale == 2:
+            of_key = _scales(k_scale, ahead, slot, ks_frame, ks_slot, present)
+        if SPEC.v_scale == 2:
+            of_value = _scales(v_scale, ahead, slot, vs_frame, vs_slot, present)
     if OVERLAPPED:  # scores of the first tile; in the loop, those of the next tile
-        row = ahead.to(tl.int64) * k_frame + ((first + n) % SPEC.S).to(tl.int64) * k_slot
-        k0, _ = parts(k, row, ahead + 0 * n >= 0, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
+        page, slot = ahead.to(tl.int64) * k_frame, ((first + n) % SPEC.S).to(tl.int64)
+        k0, _ = parts(k, page, slot, k_slot, ahead + 0 * n >= 0, SPEC.K0, SPEC.K1, SPEC.D, SPEC.kind, SPEC)
         s_ahead = product(q0, tl.trans(k0), zero, SPEC)
     for start in range(first, end, SPEC.N):
         frame, t = ahead, start + n
@@ -269,27 +337,22 @@ def _steps(
         else:
             ahead = tl.load(table_row + (t + SPEC.N) // SPEC.S, mask=t + SPEC.N < end, other=-1)
         slot = (start % SPEC.S + n if SPEC.whole_pages else t % SPEC.S).to(tl.int64)
-        if MASKED:
-            present = t < tl.where(frame >= 0, end, 0)
-        else:
-            present = tl.full([SPEC.N], 0, tl.int32) <= frame
-        if SPEC.window:
-            present = present & (t > rows[3] - window)  # no new token sees a key before
+        present = _present(t, frame, end, rows[3] - window, MASKED, SPEC)
         frame = frame.to(tl.int64)
 
         if OVERLAPPED:
             s = s_ahead
-            row = ahead.to(tl.int64) * k_frame + ((t + SPEC.N) % SPEC.S).to(tl.int64) * k_slot
-            k0, _ = parts(k, row, ahead + 0 * n >= 0, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
+            page, after = ahead.to(tl.int64) * k_frame, ((t + SPEC.N) % SPEC.S).to(tl.int64)
+            k0, _ = parts(k, page, after, k_slot, ahead + 0 * n >= 0, SPEC.K0, SPEC.K1, SPEC.D, SPEC.kind, SPEC)
             s_ahead = product(q0, tl.trans(k0), zero, SPEC)
         else:
-            k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
+            k0, k1 = parts(k, frame * k_frame, slot, k_slot, present, SPEC.K0, SPEC.K1, SPEC.D, SPEC.kind, SPEC)
             s = product(q0, tl.trans(k0), zero, SPEC)
-            if SPEC.kind == "int4" or SPEC.K1 > 0:
+            if SPEC.kind == "int5" or SPEC.K1 > 0:
                 s = product(q1, tl.trans(k1), s, SPEC)
         if SPEC.k_scale == 2:
-            s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
-        s = _scored(s, t, rows[0], slopes, scale, softcap, SPEC)
+            s = s * number(of_key).to(tl.float32)[None, :]
+        s = _scored(s, t, rows[0], slopes, scale, q_parts[3], softcap, SPEC)
         if MASKED:
             sees = _seen(start, t, present, rows, rules, SPEC)
             s = tl.where(sees, s, float("-inf"))
@@ -304,15 +367,15 @@ def _steps(
         l = l * fade + tl.sum(p, 1)
         by = present.to(tl.float32)
         if SPEC.v_scale == 2:
-            by = tl.load(v_scale + frame * vs_frame + slot * vs_slot, mask=present, other=0.0)
+            by = number(of_value).to(tl.float32)
         if SPEC.v_in_k:
             v0, v1 = k0, k0
         else:
-            v0, v1 = parts(v, frame * v_frame + slot * v_slot, present, SPEC.V0, SPEC.V1, SPEC.v_limit, SPEC)
+            v0, v1 = parts(v, frame * v_frame, slot, v_slot, present, SPEC.V0, SPEC.V1, SPEC.Dv, SPEC.v_kind, SPEC)
         if APART:
             lost = tl.where(_finite(by), 0, 1)
             by = tl.where(_finite(by), by, 0.0)
-            if SPEC.kind != "int8" and SPEC.kind != "int4":
+            if SPEC.v_kind != "int8" and SPEC.v_kind != "code4":
                 lost = lost | tl.max(tl.where(_finite(v0), 0, 1), 1) | tl.max(tl.where(_finite(v1), 0, 1), 1)
                 v0, v1 = tl.where(_finite(v0), v0, 0.0).to(v0.dtype), tl.where(_finite(v1), v1, 0.0).to(v1.dtype)
             spoiled = spoiled | tl.max(tl.where(sees & (lost != 0)[None, :], 1, 0), 1)
@@ -328,17 +391,29 @@ def _steps(
         acc1 = acc1 * fade[:, None]
         p = rounded(p, SPEC.operand)
         acc0 = product(p, v0, acc0, SPEC)
-        if not SPEC.v_in_k and (SPEC.kind == "int4" or SPEC.V1 > 0):
+        if not SPEC.v_in_k and (SPEC.rotated or SPEC.V1 > 0):
             acc1 = product(p, v1, acc1, SPEC)
+        if SPEC.k_scale == 2 or SPEC.v_scale == 2:
+            present, slot = _present(t + SPEC.N, ahead, end, rows[3] - window, MASKED, SPEC), (t + SPEC.N) % SPEC.S
+            if SPEC.k_scale == 2:
+                of_key = _scales(k_scale, ahead, slot, ks_frame, ks_slot, present)
+            if SPEC.v_scale == 2:
+                of_value = _scales(v_scale, ahead, slot, vs_frame, vs_slot, present)
     return acc0, acc1, m, l, lift, spoiled
 
 
 @triton.jit
-def normalised(acc0, acc1, m, l):
-    """Return the state as output and base-2 LSE; rows that saw no key give 0 and -inf."""
+def normalised(acc0, acc1, m, l, SPEC: tl.constexpr):
+    """Return the state as output and base-2 LSE; rows that saw no key give 0 and -inf.
+
+    A rotated output is rotated back, and is one part of 2 * V0 columns.
+    """
     l = tl.where(l == 0, 1.0, l)  # if l is 0, m is -inf and acc is 0
     weight, lse = 1.0 / l, m + tl.log2(l)
-    return acc0 * weight[:, None], acc1 * weight[:, None], lse
+    acc0, acc1 = acc0 * weight[:, None], acc1 * weight[:, None]
+    if SPEC.rotated:
+        acc0 = _hadamard(_whole(acc0, acc1), SPEC.Dv) * _signs(tl.arange(0, 2 * SPEC.V0))[None, :]
+    return acc0, acc1, lse
 
 
 @triton.jit

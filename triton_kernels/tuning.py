@@ -118,8 +118,7 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     float32, one_byte = head_bytes > 4 * widest, head_bytes <= 2 * widest
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
     if wide:  # an output of 512 columns fills the registers: few rows; MLA takes V from the columns of K in registers
-        # head_bytes <= widest: int4, whose even and odd nibbles each fill as many columns
-        M, num_warps = 16 if amd or float32 or head_bytes <= widest else 32, 4 if amd else 8
+        M, num_warps = 16 if amd or float32 else 32, 4 if amd else 8
     elif float32:  # three TF32 products for each product: few rows; twice the warps in prefill and for wide outputs
         M, num_warps = 32 if widest <= 128 else 16, 4 if amd or (decode and widest <= 128) else 8
     elif decode:

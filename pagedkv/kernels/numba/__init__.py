@@ -60,9 +60,11 @@ def paged_attention(call: AttentionCall) -> None:
     pool = (call.k, call.v, call.k_scale, call.v_scale)
     tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q)
     options = (call.sinks, call.alibi_slopes, call.tree_mask, call.causal_of)
-    _put_tensors(words, (call.q, *pool, *tables, *options, call.out, call.lse))
+    _put_tensors(words, (call.q, *pool, *tables, *options, call.out, call.lse, call.calibration))
     words[attention.H : attention.S + 1] = (H, K, D, Dv, S)
-    words[attention.Q_KIND : attention.KV_KIND + 1] = (quant.kind_of(call.q), quant.kind_of(call.k))
+    scales = (0 if scale is None else quant.number_of(scale) for scale in pool[2:])
+    kinds = (quant.number_of(call.q), quant.number_of(call.k), quant.number_of(call.v, True), *scales)
+    words[attention.Q_KIND : attention.V_SCALE_KIND + 1] = kinds
     words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = (
         call.causal,
         *bounds(call.window, call.right),
@@ -92,15 +94,17 @@ def write_kv(call: WriteCall) -> None:
 
     T = call.k_new.shape[0]
     threads = min(num_threads(), -(-T // WRITE_ALONE)) or 1
-    keys, values = (call.k_new, call.k, call.k_scale, call.cos), (call.v_new, call.v, call.v_scale, None)
+    keys = (call.k_new, call.k, call.k_scale, call.calibration, call.cos)
+    values = (call.v_new, call.v, call.v_scale, None, None)
     num_slots = call.k.shape[0] * call.k.shape[1]
-    for new, pool, scale, cos in (keys, values) if call.v_new.shape[2] else (keys,):
+    for new, pool, scale, calibration, cos in (keys, values) if call.v_new.shape[2] else (keys,):
         words = np.zeros(write.WORDS, np.int64)
         rope = () if cos is None else (cos, call.sin, call.positions)
-        _put_tensors(words, (new, pool, scale, call.slots, *rope))
+        _put_tensors(words, (new, pool, scale, call.slots, calibration, *rope))
         words[write.T : write.S + 1] = (T, *new.shape[1:], pool.shape[1])
         is_per_token = scale is not None and scale.dim() == 3
-        words[write.NEW_KIND : write.PER_TOKEN + 1] = (quant.kind_of(new), quant.kind_of(pool), is_per_token)
+        kinds = quant.number_of(new), quant.number_of(pool, pool is call.v)
+        words[write.NEW_KIND : write.ROTATED + 1] = (*kinds, is_per_token, quant.is_rotated(call.v))
         words[write.ROTARY : write.INTERLEAVED + 1] = (0 if cos is None else cos.shape[1], call.interleaved)
         scratch = np.empty((threads, new.shape[2]), np.float32)
         words[write.SCRATCH : write.RUN + 1] = (scratch.ctypes.data, max(WRITE_ALONE, T // (4 * threads)))

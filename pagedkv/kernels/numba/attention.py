@@ -3,6 +3,8 @@
     s[r, t] = scale * q[r] . k[t];   c tanh(s / c);   + slope (t - p);   -inf where not visible
     m, l, o = online softmax over tiles of keys;   out = o / l,   lse = m + ln(l)
     A sink is one more s, without a value.
+    A layer is rotated if its values are code4. Then q is rotate(q d), scale q . c is added to s, and out is rotated
+    back; c and d are the calibration of K's channels (0 and 1 without one).
 
 A call is one int64 array, `c` in the loops: tensors as addresses and byte strides, then numbers, at the indices named
 below. So there is one signature and one compilation for all dtypes. A row of any dtype becomes float32 when it is
@@ -32,17 +34,25 @@ from numba import carray, cfunc, njit, types
 
 from pagedkv.kernels.layout import FARTHEST
 from pagedkv.kernels.numba.elements import (
+    C4,
+    F16,
+    I5,
     MACHINE_CODE,
     _as_bits,
     _as_float,
     _exp,
     _fetch_add,
     _floats,
+    _hadamard,
+    _halves,
     _ints,
     _load,
+    _load_fives,
     _longs,
     _octets,
+    _of_half,
     _pointer,
+    _sign,
     _store,
     _tanh,
 )
@@ -52,21 +62,21 @@ from pagedkv.kernels.numba.elements import (
 Q, KEYS, VALUES, K_SCALE, V_SCALE = range(0, 20, 4)
 TABLE, ROWS, SEQ_LENS, CU_SEQLENS = range(20, 36, 4)  # block_table, rows, seq_lens, cu_seqlens_q
 SINKS, SLOPES, TREE, CAUSAL_OF = range(36, 52, 4)  # sinks, alibi_slopes, tree_mask, causal_of
-OUT, LSE = range(52, 60, 4)
+OUT, LSE, CALIBRATION = range(52, 64, 4)
 # Then come numbers: sizes; kinds of elements, as in elements.py; options, 0 for none (RIGHT: FARTHEST).
-H, K, D, DV, S = range(60, 65)
-Q_KIND, KV_KIND = range(65, 67)
-CAUSAL, WINDOW, RIGHT, SPLIT_TOKENS = range(67, 71)
-SCALE, SOFTCAP = range(71, 73)  # the bits of float64
+H, K, D, DV, S = range(64, 69)
+Q_KIND, K_KIND, V_KIND, K_SCALE_KIND, V_SCALE_KIND = range(69, 74)
+CAUSAL, WINDOW, RIGHT, SPLIT_TOKENS = range(74, 78)
+SCALE, SOFTCAP = range(78, 80)  # the bits of float64
 # The input of `partition`: sequences, threads, and the most queries and kv heads of a unit.
-B, THREADS, UNIT_QUERIES, UNIT_HEADS = range(73, 77)
+B, THREADS, UNIT_QUERIES, UNIT_HEADS = range(80, 84)
 # The units, the groups, and memory: addresses, except NUM_UNITS and SCRATCH_BYTES (those of one thread).
-UNITS, NUM_UNITS, GROUPS, PARTIALS, SCRATCH, SCRATCH_BYTES = range(77, 83)
+UNITS, NUM_UNITS, GROUPS, PARTIALS, SCRATCH, SCRATCH_BYTES = range(84, 90)
 # Counters that the threads share: the units and the threads that have begun.
-NEXT_UNIT, NEXT_THREAD = range(83, 85)
+NEXT_UNIT, NEXT_THREAD = range(90, 92)
 # The ends of what the tables may name: queries of q, frames, rows and pages of the table; max_seqlen_q, max_seqlen_k.
-NUM_TOKENS, NUM_FRAMES, NUM_ROWS, NUM_PAGES, MOST_QUERIES, MOST_KEYS = range(85, 91)
-WORDS = 91
+NUM_TOKENS, NUM_FRAMES, NUM_ROWS, NUM_PAGES, MOST_QUERIES, MOST_KEYS = range(92, 98)
+WORDS = 98
 
 # A unit: b, i0, i1, h0, h1, c0, c1, the tokens of a chunk, the index of its group.
 UNIT_WORDS = 9
@@ -81,10 +91,10 @@ FAST = {"reassoc", "contract", "nsz"}
 def scratch_words(rows: int, d: int, dv: int) -> int:
     """Return the int64 words of one thread's scratch memory, for units of at most `rows` rows.
 
-    The parts lie in this order: two states, q [rows, d], scores [rows, TILE], a tile of keys or values, and the places
-    of the tile's keys, int64 [3, TILE].
+    The parts lie in this order: two states, q [rows, d], scale q . c [rows], scores [rows, TILE], a tile of keys or
+    values, and the places of the tile's keys, int64 [3, TILE].
     """
-    size = 4 * (rows * (2 * (dv + 2) + d + TILE) + TILE * max(d, dv)) + 8 * 3 * TILE + 64
+    size = 4 * (rows * (2 * (dv + 2) + d + 1 + TILE) + TILE * max(d, dv)) + 8 * 3 * TILE + 64
     return size // 8 + 1
 
 
@@ -230,14 +240,14 @@ def _fold(into: int, state: int, rows: int, dv: int) -> None:
 
 
 @njit(fastmath=FAST)
-def _dots(q: int, rows: int, k: int, n: int, dim: int, scores: int) -> None:
-    """Set scores[r, j] to q[r] . k[j] for n keys; n is a multiple of four, and rows of scores are TILE apart."""
+def _dots(q: int, rows: int, k: int, n: int, dim: int, first: int, scores: int) -> None:
+    """Set scores[r, j] to first[r] + q[r] . k[j] for n keys; n is a multiple of four, rows of scores are TILE apart."""
     for r in range(rows):
         x, s = _floats(q + 4 * r * dim, dim), _floats(scores + 4 * r * TILE, n)
         for j in range(0, n, 4):
             k0, k1 = _floats(k + 4 * j * dim, dim), _floats(k + 4 * (j + 1) * dim, dim)
             k2, k3 = _floats(k + 4 * (j + 2) * dim, dim), _floats(k + 4 * (j + 3) * dim, dim)
-            s0 = s1 = s2 = s3 = np.float32(0)
+            s0 = s1 = s2 = s3 = _floats(first, rows)[r]
             for d in range(dim):
                 s0 += x[d] * k0[d]
                 s1 += x[d] * k1[d]
@@ -345,7 +355,9 @@ def _scale_of(c: Any, scale: int, frame: int, offset: int, h: int) -> Any:
     """Return the scale of one vector, 1 if there are no scales. `scale` is K_SCALE or V_SCALE."""
     if c[scale] == 0:
         return np.float32(1)
-    return _floats(c[scale] + frame * c[scale + 1] + offset * c[scale + 2] + h * c[scale + 3], 1)[0]
+    address = c[scale] + frame * c[scale + 1] + offset * c[scale + 2] + h * c[scale + 3]
+    kind = c[K_SCALE_KIND if scale == K_SCALE else V_SCALE_KIND]
+    return _of_half(_halves(address, 1)[0]) if kind == F16 else _floats(address, 1)[0]
 
 
 @njit
@@ -354,26 +366,31 @@ def _gather(c: Any, pool: int, scale: int, h: int, n: int, places: Any, dim: int
 
     Rows of holes, and rows from n to the next multiple of four, become zeros.
     """
+    kind = c[K_KIND if pool == KEYS else V_KIND]
     for j in range(-(-n // 4) * 4):
         row, frame, offset = _floats(tile + 4 * j * dim, dim), places[0, j], places[1, j]
         if frame < 0:
             for d in range(dim):
                 row[d] = 0
             continue
-        address = c[pool] + frame * c[pool + 1] + offset * c[pool + 2] + h * c[pool + 3]
-        _load(c[KV_KIND], address, dim, _scale_of(c, scale, frame, offset, h), row)
+        address, factor = c[pool] + frame * c[pool + 1] + h * c[pool + 3], _scale_of(c, scale, frame, offset, h)
+        if kind == I5:  # planes of a page: the nibbles of all slots, then the fifth bits
+            _load_fives(address + offset * dim // 2, address + (c[S] * 4 + offset) * dim // 8, dim, factor, row)
+        else:
+            _load(kind, address + offset * c[pool + 2], dim, factor, row)
 
 
 @njit
 def _attend_chunk(c: Any, b: int, bounds: Any, span: Any, q: int, state: int) -> None:
     """Compute the state of `bounds` = (i0, i1, h0, h1) over the keys `span` = (first, end), into `state`.
 
-    `q` is the address of the scaled queries; scores, a tile and its places follow them, as in scratch_words.
+    `q` is the address of the scaled queries; what follows them is in scratch_words.
     """
     i0, i1, h0, h1 = bounds
     per_head = (i1 - i0) * (c[H] // c[K])
     rows, dv, size = per_head * (h1 - h0), c[DV], c[S]
-    scores = q + 4 * rows * c[D]
+    products = q + 4 * rows * c[D]
+    scores = products + 4 * rows
     tile = scores + 4 * rows * TILE
     # places[:, j]: frame of the tile's key j (-1: a hole, or past the end), offset in the frame, 1 if the key exists
     places = carray(_pointer(tile + 4 * TILE * max(c[D], dv)), (3, TILE), np.int64)
@@ -394,7 +411,8 @@ def _attend_chunk(c: Any, b: int, bounds: Any, span: Any, q: int, state: int) ->
             for h in range(h0, h1):
                 _gather(c, KEYS, K_SCALE, h, n, places, c[D], tile)
                 first = (h - h0) * per_head
-                _dots(q + 4 * first * c[D], per_head, tile, padded, c[D], scores + 4 * first * TILE)
+                of_head = scores + 4 * first * TILE
+                _dots(q + 4 * first * c[D], per_head, tile, padded, c[D], products + 4 * first, of_head)
             _shape_scores(c, b, bounds, t, padded, places[2], scores)
             _to_weights(state, rows, dv, scores, padded)
             for h in range(h0, h1):
@@ -427,6 +445,9 @@ def _finish(c: Any, b: int, bounds: Any, state: int) -> None:
                         l = l * factor + (np.float32(1) if sink == top else np.float32(math.exp(sink - top)))
                         m = top
                 lse = -np.inf if l == 0 else m + math.log(l)
+                if c[V_KIND] == C4:
+                    _hadamard(o, dv)
+                    _sign(o, dv)
                 out = c[OUT] + (start + i) * c[OUT + 1] + head * c[OUT + 2]
                 _store(c[Q_KIND], o, dv, np.float32(0) if l == 0 else factor / l, out)
                 _floats(c[LSE] + (start + i) * c[LSE + 1] + head * c[LSE + 2], 1)[0] = lse
@@ -435,14 +456,29 @@ def _finish(c: Any, b: int, bounds: Any, state: int) -> None:
 
 @njit
 def _load_queries(c: Any, b: int, bounds: Any, q: int) -> None:
-    """Load the queries of `bounds` = (i0, i1, h0, h1), times the call's scale, as float32 [h, i, g, D] at `q`."""
+    """Load the queries of `bounds` = (i0, i1, h0, h1), times the call's scale, as float32 [h, i, g, D] at `q`.
+
+    They are multiplied by the divisor and rotated, if keys are; then scale q . c follows, float32 [h, i, g].
+    """
     i0, i1, h0, h1 = bounds
     group, start, row = c[H] // c[K], _entry(c, CU_SEQLENS, b), 0
+    rows = (h1 - h0) * (i1 - i0) * group
+    products = _floats(q + 4 * rows * c[D], rows)
     for h in range(h0, h1):
+        centre = _floats(c[CALIBRATION] + h * c[CALIBRATION + 1], c[D])
+        divisor = _floats(c[CALIBRATION] + h * c[CALIBRATION + 1] + c[CALIBRATION + 2], c[D])
         for i in range(i0, i1):
             for g in range(group):
                 address = c[Q] + (start + i) * c[Q + 1] + (h * group + g) * c[Q + 2]
-                _load(c[Q_KIND], address, c[D], np.float32(_doubles(c)[SCALE]), _floats(q + 4 * row * c[D], c[D]))
+                x, products[row] = _floats(q + 4 * row * c[D], c[D]), 0
+                _load(c[Q_KIND], address, c[D], np.float32(_doubles(c)[SCALE]), x)
+                if c[CALIBRATION]:
+                    for d in range(c[D]):
+                        products[row] += x[d] * centre[d]
+                        x[d] *= divisor[d]
+                if c[V_KIND] == C4:
+                    _sign(x, c[D])
+                    _hadamard(x, c[D])
                 row += 1
 
 

@@ -1,6 +1,9 @@
 """Elements of the numba backend, compiled: from memory to float32 and back. This file knows no page and no attention.
 
-    float16, bfloat16, fp8, int8, int4  --_load-->  float32  --_store, or write.py-->  the same, half to even
+    float16, bfloat16, fp8, int8, code4  --_load-->  float32  --_store, or write.py-->  the same, half to even
+
+int5 is low nibbles, and the fifth bits elsewhere (`_load_fives`). code4 is the index of a level. quant.rotate is
+`_sign`, then `_hadamard`; back, it is `_hadamard`, then `_sign`.
 
 Addresses are int64; `_floats(address, n)`, `_halves`, `_octets`, `_ints` and `_longs` are views of n elements there.
 These functions are compiled without fast-math: conversions are exact, and NaN stays NaN. `_exp` and `_tanh` are written
@@ -9,6 +12,7 @@ out, because a call of a library's function keeps LLVM from making vectors of a 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,12 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from pagedkv.kernels import quant
 from pagedkv.machine_code import MachineCode
 
 MACHINE_CODE = MachineCode(Path(__file__).parent, numba, "pagedkv's numba kernels for this machine (about 10 s)")
 
-F32, BF16, F16, E4M3, E5M2, I8, I4 = range(7)  # spec.KINDS
+F32, BF16, F16, E4M3, E5M2, I8, I5, C4 = range(8)  # spec.NUMBERS
 
 
 @intrinsic
@@ -176,6 +181,8 @@ def _of_fp8(code: int, mantissa: int) -> Any:
 FP8 = np.array([[_of_fp8.py_func(code, mantissa) for code in range(256)] for mantissa in (3, 2)], np.float32)
 """float32 [2, 256]: the values of e4m3 and of e5m2 by their bytes. A constant of the compiled code."""
 
+LEVELS, MIDS = np.array(quant.LEVELS, np.float32), np.array(quant.MIDS, np.float32)
+
 
 @njit
 def _load(kind: int, address: int, n: int, factor: float, to: Any) -> None:
@@ -196,15 +203,26 @@ def _load(kind: int, address: int, n: int, factor: float, to: Any) -> None:
         octets = _octets(address, n)
         for i in range(n):
             to[i] = np.float32(np.int8(octets[i])) * factor
-    elif kind == I4:
+    elif kind == C4:
         octets = _octets(address, n // 2)
         for i in range(n // 2):
-            to[2 * i] = np.float32(np.int32(octets[i] & 15) - 8) * factor
-            to[2 * i + 1] = np.float32(np.int32(octets[i] >> 4) - 8) * factor
+            to[2 * i] = LEVELS[octets[i] & 15] * factor
+            to[2 * i + 1] = LEVELS[octets[i] >> 4] * factor
     else:
         octets, values = _octets(address, n), FP8[kind - E4M3]
         for i in range(n):
             to[i] = values[octets[i]] * factor
+
+
+@njit
+def _load_fives(low: int, high: int, n: int, factor: float, to: Any) -> None:
+    """Set to[0:n] to n int5, times `factor`: their low nibbles are at `low`, their fifth bits at `high`."""
+    octets, fifth = _octets(low, n // 2), _octets(high, n // 8)
+    for i in range(n // 8):
+        for j in range(4):  # a loop of constant length: LLVM makes vectors of it
+            octet, bits = np.int32(octets[4 * i + j]), np.int32(fifth[i]) >> np.int32(2 * j)
+            to[8 * i + 2 * j] = np.float32((octet & 15 | (bits & 1) << 4) - 16) * factor
+            to[8 * i + 2 * j + 1] = np.float32((octet >> 4 | (bits & 2) << 3) - 16) * factor
 
 
 @njit
@@ -218,3 +236,57 @@ def _store(kind: int, x: Any, n: int, factor: float, address: int) -> None:
         halves = _halves(address, n)
         for i in range(n):
             halves[i] = _to_bfloat(x[i] * factor) if kind == BF16 else _to_half(x[i] * factor)
+
+
+@njit
+def _code(x: float, scale: float) -> Any:
+    """Return the code of x, by its level. A middle belongs to the smaller magnitude."""
+    above = 0
+    for i in range(len(MIDS)):
+        above += abs(x) > scale * MIDS[i]
+    return 8 + above if x > 0 else 7 - above
+
+
+@njit
+def _encode(x: Any, n: int, address: int) -> Any:
+    """Store the codes of x[0:n] at `address`, and return the bits of their scale, float16 (quant.store).
+
+    The scale of the mean square chooses codes. The scale that fits these codes chooses the codes that are stored.
+    """
+    squares, dot, norm = np.float32(0), np.float32(0), np.float32(0)
+    for i in range(n):
+        squares += x[i] * x[i]
+    scale = np.float32(math.sqrt(squares / np.float32(n))) / np.float32(46.476)
+    for i in range(n):
+        level = LEVELS[_code(x[i], scale)]
+        dot += x[i] * level
+        norm += level * level
+    half = _to_half(np.float32(65504) if dot / norm > np.float32(65504) else dot / norm)
+    scale, octets = _of_half(half), _octets(address, n // 2)
+    for i in range(n // 2):
+        octets[i] = np.uint8(_code(x[2 * i], scale) | _code(x[2 * i + 1], scale) << 4)
+    return half
+
+
+@njit
+def _sign(x: Any, n: int) -> None:
+    """Negate the elements of x[0:n] for which the hash of the index has its highest bit: quant.rotate."""
+    for i in range(n):
+        h = np.uint32(np.uint32(i) * np.uint32(0x9E3779B1))
+        h = np.uint32((h ^ (h >> np.uint32(15))) * np.uint32(0x85EBCA6B))
+        x[i] = _as_float(_as_bits(x[i]) ^ (h & np.uint32(0x80000000)))
+
+
+@njit
+def _hadamard(x: Any, n: int) -> None:
+    """Multiply runs of x[0:n] by a Hadamard matrix over its root. A run is the largest power of two that divides n."""
+    run, step = n & -n, 1
+    while step < run:
+        for first in range(0, n, 2 * step):
+            for i in range(first, first + step):
+                a, b = x[i], x[i + step]
+                x[i], x[i + step] = a + b, a - b
+        step *= 2
+    factor = np.float32(1 / math.sqrt(run))
+    for i in range(n):
+        x[i] *= factor
