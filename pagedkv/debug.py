@@ -9,7 +9,7 @@
 | PAGEDKV_KERNELS      | a name   | the backend for calls that name none, or "auto"                                    |
 | PAGEDKV_CPU_ISA      | a name   | the instruction set of `cpu`, such as avx512, avx2, neon or portable               |
 | PAGEDKV_NUM_THREADS  | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
-| PAGEDKV_CACHE_DIR    | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
+| PAGEDKV_CACHE_DIR    | a folder | the place of what is compiled and measured; by default pagedkv/ in the user's cache|
 | PAGEDKV_BACKGROUND   | 0        | no other process compiles what a step calls; the first calls do (the default is 1) |
 | PAGEDKV_TIER_KEY     | a text   | the secret of tiers that --tier names: pages written without it are not found      |
 | PAGEDKV_API_KEY      | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |

@@ -79,6 +79,14 @@ def _fit(fitting: options.Fitting, geometry: options.Geometry, stored: options.S
     run(fitting, geometry, stored)
 
 
+@command(app, "pagedkv kv-quality --model DIR --plot kinds.svg")
+def _kv_quality(measuring: options.Measuring) -> None:
+    """Measure what each kind of stored KV costs a model on a text: KL divergence, perplexity, bytes, speed."""
+    from pagedkv.cli.kv_quality import run  # torch
+
+    run(measuring)
+
+
 @command(app, "pagedkv doctor")
 def _doctor() -> None:
     """Show which kernels can run here and why the others cannot, and what this machine has."""

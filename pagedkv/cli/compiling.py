@@ -1,4 +1,4 @@
-"""The compiler, seen from the shell: the line that the library logs at the first use on a machine, or none."""
+"""The compiler and the gate of KV kinds, seen from the shell: the lines that the library logs at first use, or none."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from pagedkv import machine_code
+from pagedkv import kv_gate, machine_code
 from pagedkv.core.warm import begin_warm_up
 
 
 @contextmanager
 def announced(*, quiet: bool) -> Iterator[Console]:
-    """Begin to compile what a step calls. The library logs what is compiled to stderr, unless quiet.
+    """Begin to compile what a step calls. The library logs what is compiled and measured to stderr, unless quiet.
 
     Yields: the console of stderr
     """
-    logging.getLogger(machine_code.__name__).setLevel(logging.ERROR if quiet else logging.WARNING)
+    for module in (machine_code, kv_gate):
+        logging.getLogger(module.__name__).setLevel(logging.ERROR if quiet else logging.WARNING)
     begin_warm_up()
     yield Console(stderr=True, highlight=False)

@@ -1,6 +1,7 @@
 """The options of all commands but `bench`: a dataclass for each subject, a field for each option. No torch.
 
     Stored ◀── Loading      how keys and values are stored; what is loaded, and the pool      generate, serve (and fit)
+    Measuring               the model and the text on which KV kinds are measured             kv-quality
     Prompting, Sampling                                                                       generate
     Serving                                                                                   serve
     Geometry, Fitting                                                                         fit
@@ -29,10 +30,11 @@ from typer.core import TyperCommand, TyperGroup
 from pagedkv import debug
 from pagedkv.cli import shaping
 from pagedkv.cli.fetching import folder_of
-from pagedkv.engine.checkpoint import BUNDLED
+from pagedkv.engine.checkpoint import BUNDLED, regular_files
 from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.errors import InvalidRequest
+from pagedkv.kv_gate import Gate
 from pagedkv.spec import parse_bytes
 
 MOST: Final = 2**31 - 1
@@ -65,7 +67,7 @@ Numbers = list[int] | None
 Text = str | None
 Texts = list[str] | None
 Floats = Literal["float32", "bfloat16", "float16"]
-Stores = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+Stores = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "k5v4"]
 
 _MODEL: Final = (
     "A Hugging Face folder, or owner/name on the hub; else the bundled one, which knows only its page of records."
@@ -77,19 +79,53 @@ class Stored:
     """The form of stored keys and values."""
 
     dtype: Annotated[Floats | None, _kv("NAME", "float32, bfloat16, float16.")] = None
-    kv_dtype: Annotated[Stores | None, _kv("NAME", "Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4.")] = None
+    kv_dtype: Annotated[Text, _kv("NAME", "Of the stored KV: fp8_e4m3, fp8_e5m2, int8, k8v4, k5v4.")] = None
     block_size: Annotated[int, _kv("N", "Tokens in a frame.", min=1)] = 16
     prefill_chunk: Annotated[Number, _kv("N", "Tokens of one prompt in a step, so that others go on.", min=1)] = None
 
 
 @dataclass(frozen=True)
-class Loading(Stored):
-    """The model that is loaded, and its pool."""
+class _Loaded:
+    """A model that is loaded."""
 
     model: Annotated[Text, option("DIR", _MODEL)] = None
     fetch: Annotated[bool, option("", "Fetch owner/name from the hub without a question.", "--fetch")] = False
     weights: Annotated[Literal["int8", "int4"] | None, option("NAME", "int8 or int4, quantised while loading.")] = None
     device: Annotated[str, option("NAME", "cpu, cuda or cuda:N.")] = "cpu"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise InvalidRequest(f"--device is {self.device!r}; give cpu, cuda or cuda:N")
+
+    def folder(self) -> Path | None:
+        """Return the folder of the model; None for the bundled one. Raises: CheckpointError"""
+        return None if self.model is None else folder_of(self.model, is_agreed=self.fetch)
+
+    @staticmethod
+    def text_of(path: Path | None) -> str | None:
+        """Return the text to measure KV kinds on. Raises: InvalidRequest"""
+        try:
+            return None if path is None else regular_files.read(path, shaping.MOST_BYTES).decode("utf-8-sig")
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise InvalidRequest(f"cannot read {path}: {why}; give a file with a text") from None
+
+
+@dataclass(frozen=True)
+class Measuring(_Loaded):
+    """The model whose KV kinds are measured, and the text."""
+
+    dtype: Annotated[Floats | None, option("NAME", "float32, bfloat16, float16.")] = None
+    text: Annotated[Path | None, option("FILE", "A text like those that the model reads; else one in English.")] = None
+    plot: Annotated[Path | None, option("FILE", "Draw size against KL as FILE.svg.")] = None
+
+
+@dataclass(frozen=True)
+class Loading(_Loaded, Stored):
+    """The model that is loaded, and its pool."""
+
+    kv_dtype: Annotated[Text, _kv("NAME", "fp8_e4m3, fp8_e5m2, int8, k8v4, k5v4; auto or auto:KL measures.")] = None
+    kv_text: Annotated[Path | None, _kv("FILE", "With --kv-dtype auto: measure on this text.")] = None
     speculate: Annotated[Text, option("HOW", "Guess tokens: prompt-lookup, draft, or a smaller model.")] = None
     num_frames: Annotated[Number, _kv("N", "Frames in the pool.", min=1, max=2**50)] = None
     memory: Annotated[Text, _kv("SIZE", "Size of the pool instead, such as 2GiB.")] = None
@@ -100,12 +136,11 @@ class Loading(Stored):
     max_sequences: Annotated[int, _kv("N", "Running at once.", min=1)] = 256
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_frames is not None and self.memory is not None:
             raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
         if self.memory is not None:
             amount("--memory", self.memory)
-        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
-            raise InvalidRequest(f"--device is {self.device!r}; give cpu, cuda or cuda:N")
         if self.tier and (key := debug.tier_key()) and not 16 <= len(key) <= 64:
             raise InvalidRequest(f"PAGEDKV_TIER_KEY has {len(key)} bytes; set it to 16 to 64 secret bytes, or unset it")
         if self.sinks and self.window is None:
@@ -115,20 +150,18 @@ class Loading(Stored):
         """Read the configs of the model and of a draft, after fetching them. Raises: PagedKVError, before torch."""
         config = ModelConfig.load(self.folder() or BUNDLED)
         with naming_options():
-            specs = config.specs(dtype=self.dtype, kv_dtype=self.kv_dtype, block_size=self.block_size)
+            kv_dtype = None if Gate.of(self.kv_dtype, self.kv_text) else self.kv_dtype
+            specs = config.specs(dtype=self.dtype, kv_dtype=kv_dtype, block_size=self.block_size)
             if self.memory is not None:
                 max(specs, key=lambda spec: spec.frame_bytes).frames_in(self.memory)
         if isinstance(draft := self.of_engine()["speculate"], Path):
             ModelConfig.load(draft)
 
-    def folder(self) -> Path | None:
-        """Return the folder of the model; None for the bundled one. Raises: CheckpointError"""
-        return None if self.model is None else folder_of(self.model, is_agreed=self.fetch)
-
     def of_engine(self) -> dict[str, Any]:
         """Return the options of Engine.load, without limits. Raises: CheckpointError for a draft without a snapshot"""
         names = "dtype kv_dtype block_size weights device speculate num_frames memory kernels window sinks".split()
-        found = {name: getattr(self, name) for name in names} | {"tiers": tuple(self.tier or ())}
+        found = {name: getattr(self, name) for name in names}
+        found |= {"tiers": tuple(self.tier or ()), "kv_text": self.text_of(self.kv_text)}
         if "/" in (self.speculate or ""):  # a draft model; the name of a drafter has none
             found["speculate"] = folder_of(self.speculate or "", is_agreed=self.fetch)
         return found
@@ -361,7 +394,7 @@ def _in_options(text: str) -> str:
 
     A name of one word is an option where an error begins with it, or behind another option.
     """
-    text = _LONG.sub(lambda found: _option(found[1]), text).replace("must be None or ", "must be ")
+    text = _LONG.sub(lambda found: _option(found[1]), text).replace("must be None or", "must be")
     return _SHORT.sub(r"\1--\2", text)
 
 

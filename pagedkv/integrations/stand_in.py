@@ -102,9 +102,14 @@ def layer_of(k: Tensor, v: Tensor, order: str = "NHD", owner: Tensor | None = No
 
     order: NHD, [F, S, K, D], or HND, [F, K, S, D].
     owner: the tensor that the caller keeps; None: k.
-    Raises: InvalidRequest for another order, or dims
+    Raises: InvalidRequest for another order, dims, or bytes
     """
     check_order(order)
+    if torch.uint8 in (k.dtype, v.dtype):
+        raise InvalidRequest(
+            f"K is {k.dtype} and V {v.dtype}; give bytes of fp8 as views of torch.float8_e4m3fn or torch.float8_e5m2. "
+            "k8v4 and k5v4 are served in a PagedKVCache only"
+        )
     if k.dim() != 4 or v.dim() != 4:
         raise InvalidRequest(f"K is {list(k.shape)} and V {list(v.shape)}; both must have 4 dims, pages first")
     owner = k if owner is None else owner

@@ -31,7 +31,7 @@ class _Axes:
     """The axes of a grid of cells; without one, the grid is that of the benchmark. Then threads and kernels."""
 
     dtype: Annotated[Texts, _several("NAME", "float32, bfloat16, float16")] = None
-    kv: Annotated[Texts, _several("NAME", "fp8_e4m3, fp8_e5m2, int8, int4")] = None
+    kv: Annotated[Texts, _several("NAME", "fp8_e4m3, fp8_e5m2, int8, k8v4, k5v4")] = None
     heads: Annotated[Texts, _several("H/K", "Query and kv heads")] = None
     head_dim: Annotated[Numbers, _several("N", "Elements of K and V", min=1)] = None
     block_size: Annotated[Numbers, _several("N", "Tokens in a frame", min=1)] = None

@@ -127,6 +127,7 @@ def _weight_bytes(config: ModelConfig, dtype: str, kind: str | None) -> tuple[in
     layer = int(matrices * a_weight) + biases * element + norms * norm
     embedding = c.vocab_size * c.hidden_size * element
     is_one = c.tie_embeddings and kind is None
-    head = embedding if is_one else int(c.vocab_size * c.hidden_size * a_weight)
+    of_head = WEIGHT_BITS["int8"] / 8 if kind else element
+    head = embedding if is_one else int(c.vocab_size * c.hidden_size * of_head)
     unread = 0 if is_one else embedding
     return c.num_layers * layer + c.hidden_size * norm + head + unread, unread

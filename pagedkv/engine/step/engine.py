@@ -23,6 +23,7 @@ ends alone, with finish_reason "error".
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from pagedkv import __version__
 from pagedkv.cache import PagedKVCache
 from pagedkv.core.arguments import real, tenant_name, token_row, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
@@ -43,6 +45,7 @@ from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.engine.drafts.drafters import drafter_of
 from pagedkv.engine.drafts.speculation import Drafter, Speculation
 from pagedkv.engine.model.decoder import Decoder
+from pagedkv.engine.model.kv_quality import _settled_kind
 from pagedkv.engine.model.pool import new_cache
 from pagedkv.engine.model.runner import ModelRunner, runner_of
 from pagedkv.engine.model.streaming import endless
@@ -59,6 +62,7 @@ from pagedkv.engine.step.meter import EngineStats, Meter
 from pagedkv.engine.step.outcome import outcome_of
 from pagedkv.engine.step.scheduler import Scheduler
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
+from pagedkv.kv_gate import Gate
 from pagedkv.tiers.tier import CLOSING, Tier
 
 if TYPE_CHECKING:
@@ -120,6 +124,7 @@ class Engine(ThreadGuard):
         device: str = "cpu",
         block_size: int = 16,
         kv_dtype: str | None = None,
+        kv_text: str | None = None,
         grouped: bool = True,
         speculate: Drafter | Path | str | None = None,
         window: int | None = None,
@@ -132,7 +137,9 @@ class Engine(ThreadGuard):
 
         dtype: the dtype to compute in; None for that of the checkpoint.
         weights: "int8" or "int4" for linear layers of integers, a scale for each 64 columns; None for `dtype`.
-        kv_dtype: the dtype of the cache; None for the dtype computed in.
+        kv_dtype: the kind of the cache; None for the dtype computed in. "auto" or "auto:BOUND" measures the kinds and
+            takes the smallest one with a KL divergence under the bound (pagedkv/kv_gate.py): a minute, once a model.
+        kv_text: a text to measure on, like those that the model will read; None for that of the package.
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
             behind a window are given back. A model without windows has one group in any case.
         speculate: "prompt-lookup", "draft" (that of the bundled checkpoint), the folder of a draft model, or a drafter:
@@ -145,14 +152,18 @@ class Engine(ThreadGuard):
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
-        path = Path(folder) if folder is not None else BUNDLED
+        path, gate = Path(folder) if folder is not None else BUNDLED, Gate.of(kv_dtype, kv_text)
         decoder = Decoder.load(path, dtype=dtype, device=device, weights=weights)
+        tokenizer, digest = Tokenizer.load(path), functools.cache(lambda: weights_digest(path))
+        if gate is not None:
+            of_weights = f"{__version__} {weights} {digest()}"
+            settled = _settled_kind(gate, decoder, tokenizer.encode, kv_text, of_weights)
+            kv_dtype, cache_options["calibration"] = settled
         decoder = Decoder(endless(decoder.config, window, sinks), decoder.weights)
-        tokenizer = Tokenizer.load(path)
         cache_options.setdefault("watermark", 0.01)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
         identity = f"{decoder.dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
-        with tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
+        with tiers_for(cache_options, tiers, lambda: identity + digest()):
             cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         if not begin_warm_up():  # else steps run uncompiled until another process has compiled what they call
             warm_up_step()  # last, so that bad input is refused without waiting

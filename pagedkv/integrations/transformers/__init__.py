@@ -12,6 +12,7 @@ identity   what decides K and V besides tokens, and so which prompts find which 
 padding    which columns are tokens, and when pages show them what the host shows
 linears    linear layers that read their weights faster than torch's in steps of few tokens
 geometry   what a config asks of a cache, and what is refused
+kv_quality measures the KV kinds for kv_dtype="auto"
 trial      proves on a few tokens that a model computes the same as without pages
 batching   generate_batch() of transformers, with our kernels over its own pool
 """

@@ -26,8 +26,10 @@ from pagedkv.integrations.transformers.batching import BATCHING_NAME
 from pagedkv.integrations.transformers.cache import PagedCache
 from pagedkv.integrations.transformers.geometry import CACHE, HOST, shapes_of
 from pagedkv.integrations.transformers.identity import makes_own_inputs
+from pagedkv.integrations.transformers.kv_quality import _settled_kind
 from pagedkv.integrations.transformers.padding import has_padding_behind, sees_nothing
 from pagedkv.integrations.transformers.pool import Pool
+from pagedkv.kv_gate import Gate
 from pagedkv.tiers import Tier
 
 _ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
@@ -58,11 +60,17 @@ def patch(
     weights: str = "",
     pool: Pool | None = None,
     fast_linears: bool = True,
+    kv_text: str | None = None,
+    tokenizer: Any = None,
 ) -> Patched:
     """Let `model.generate` keep K and V in pages from now on, and attend to them where they lie.
 
     The model computes a few tokens with pages and without, and is refused if the logits differ.
     memory, kv_dtype, block_size, prefix_cache, tiers, weights: see Pool. pool: one made before, Pool.for_model(model).
+    kv_dtype:     "auto" or "auto:BOUND", too: measure the kinds, and take the smallest one with a KL divergence under
+                  the bound (pagedkv/kv_gate.py). It takes a minute, once for a model.
+    kv_text:      a text to measure on, like those that the model will read; None for that of the package.
+    tokenizer:    the tokenizer that reads it; None for that in the folder of the model.
     fast_linears: whether linear layers on a CPU compute few tokens with our operation: it reads weights faster than
                   torch, and adds in another order.
     Returns: a handle with `pool` and `unpatch()`
@@ -89,11 +97,15 @@ def patch(
     if model.config._attn_implementation == BATCHING_NAME:
         raise InvalidRequest("patch(model) inside of paged_batching(model); patch before its context, or after it")
     register()
-    is_own = pool is None
+    gate, is_own = Gate.of(kv_dtype, kv_text), pool is None
     if pool is None:
+        kind: dict[str, Any] = {"kv_dtype": kv_dtype}
+        if gate is not None:
+            patched = functools.partial(Patched, model, owns_pool=True, with_linears=fast_linears)
+            kind = _settled_kind(gate, model, patched, tokenizer, kv_text)
         pool = Pool(
-            model.config, memory=memory, kv_dtype=kv_dtype, block_size=block_size, prefix_cache=prefix_cache,
-            tiers=tiers, weights=weights,
+            model.config, memory=memory, block_size=block_size, prefix_cache=prefix_cache, tiers=tiers,
+            weights=weights, **kind,
         )  # fmt: skip
     return Patched(model, pool, owns_pool=is_own, with_linears=fast_linears)
 

@@ -48,7 +48,9 @@ class Pool:
     memory:       "8GiB", or an int of bytes. None: up to half of the available memory of a CPU, which the system hands
                   out as pages are first written; or up to three fifths of the free memory of a GPU, by and by.
     num_frames:   the same in frames: pages of one layer group.
-    kv_dtype:     dtype of the stored K and V: "int8", "int4", "fp8_e4m3", "fp8_e5m2"; None for the model's dtype.
+    kv_dtype:     kind of the stored K and V: "fp8_e4m3", "fp8_e5m2", "int8", "k8v4" or "k5v4"; None for the model's
+                  dtype.
+    calibration:  statistics of K's channels for k8v4 and k5v4, see PagedKVCache.
     block_size:   tokens of a page.
     prefix_cache: whether equal prefixes of prompts are computed once. The pages of a finished batch stay until their
                   frames are needed.
@@ -66,6 +68,7 @@ class Pool:
         memory: str | int | None = None,
         num_frames: int | None = None,
         kv_dtype: str | None = None,
+        calibration: torch.Tensor | None = None,
         block_size: int = 16,
         prefix_cache: bool = True,
         tiers: Sequence[Tier | str] = (),
@@ -83,7 +86,7 @@ class Pool:
         if memory is not None:
             least.frames_in(memory)  # raises for what is no amount
         self._size: dict[str, Any] = {"memory": memory, "num_frames": num_frames}
-        self._kv_dtype, self._block_size = kv_dtype, block_size
+        self._kv_dtype, self._calibration, self._block_size = kv_dtype, calibration, block_size
         self._prefix_cache = prefix_cache and self.geometry.reusable
         self._tiers: dict[str, Any] = {"tiers": tiers_of(tiers), "model": weights}
         self._require_prefixes()
@@ -131,7 +134,7 @@ class Pool:
                 with torch.inference_mode(False):  # else the frames could be written in inference mode alone
                     self._kv = PagedKVCache(
                         specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache,
-                        **self._size, **self._tiers,
+                        calibration=self._calibration, **self._size, **self._tiers,
                     )  # fmt: skip
                 self._kv.disown()  # the lock of the pool orders the calls of threads
                 if self._tiers["tiers"]:
@@ -268,5 +271,5 @@ def _attend_with_sinks(layer: KVLayer, options: dict[str, Any], q: torch.Tensor,
 def _unserved(options: list[str]) -> str:
     if any("offload" in name for name in options):
         return f"a pool got {options}, and pages are not offloaded; give kv_dtype='int8' for half the memory"
-    served = "memory, num_frames, kv_dtype, block_size, prefix_cache, tiers and weights"
+    served = "memory, num_frames, kv_dtype, calibration, block_size, prefix_cache, tiers and weights"
     return f"a pool got {options}; its options are {served}"

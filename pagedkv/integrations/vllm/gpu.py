@@ -53,15 +53,15 @@ class PagedGpuBackend(PagedBackend, AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
         """Return the class of layers."""
-        return PagedGpuImpl
+        return _PagedGpuImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         """Return the class that makes metadata."""
-        return PagedGpuMetadataBuilder
+        return _PagedGpuMetadataBuilder
 
 
-class PagedGpuMetadataBuilder(AttentionMetadataBuilder):
+class _PagedGpuMetadataBuilder(AttentionMetadataBuilder):
     """Makes the metadata of a step."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -77,7 +77,7 @@ class PagedGpuMetadataBuilder(AttentionMetadataBuilder):
         return PagedMetadata.of(common_attn_metadata)
 
 
-class PagedGpuImpl(PagedImpl, AttentionImpl):
+class _PagedGpuImpl(PagedImpl, AttentionImpl):
     """One layer. Arguments as in AttentionImpl."""
 
     def __init__(

@@ -72,7 +72,7 @@ class PagedOffloadingSpec(TieringOffloadingSpec):
         tiers, weights = self.extra_config.get("tiers"), self.extra_config.get("weights", "")
         if not isinstance(tiers, list) or not tiers:
             raise InvalidRequest("extra_config names no tiers; add a list, such as 'tiers': ['disk:200GiB:FOLDER']")
-        ours = [{"type": "PagedTier", "module_path": __name__, "tier": tier, "weights": weights} for tier in tiers]
+        ours = [{"type": "_PagedTier", "module_path": __name__, "tier": tier, "weights": weights} for tier in tiers]
         self.secondary_tier_configs: list[dict[str, Any]] = [*self.secondary_tier_configs, *ours]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -87,12 +87,12 @@ class PagedOffloadingSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = CpuWorker(kv_caches, region, self.blocks_per_chunk)
+            self._worker = _CpuWorker(kv_caches, region, self.blocks_per_chunk)
         worker: OffloadingWorker = self._worker
         return worker
 
 
-class PagedTier(SecondaryTierManager):
+class _PagedTier(SecondaryTierManager):
     """One tier of pagedkv below vLLM's host memory. tier: its text. weights: a name for the weights."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -156,7 +156,7 @@ class PagedTier(SecondaryTierManager):
         self._under.close()
 
 
-class CpuWorker(OffloadingWorker):
+class _CpuWorker(OffloadingWorker):
     """Copies between blocks and host memory on a CPU, made when they are asked for."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:

@@ -33,9 +33,12 @@ def _layer_of(
     scales:   the scales of K and of V, used with fp8.
     Raises:   InvalidRequest for a block that is no run of memory, or a dtype that is not served
     """
-    if kv_cache_dtype not in CACHE_DTYPES:
-        raise InvalidRequest(f"K and V of {kv_cache_dtype} are not served; give one of {', '.join(CACHE_DTYPES)}")
     is_fp8 = kv_cache_dtype in FP8
+    if kv_cache_dtype not in CACHE_DTYPES or (kv_cache.dtype == torch.uint8 and not is_fp8):
+        in_bytes = " in bytes" if kv_cache.dtype == torch.uint8 else ""
+        raise InvalidRequest(
+            f"K and V of {kv_cache_dtype}{in_bytes} are not served; give one of {', '.join(CACHE_DTYPES)}"
+        )
     frames = kv_cache.view(FP8[kv_cache_dtype]) if is_fp8 else kv_cache
     blocks, heads, block_size, width = frames.shape
     # The order of strides within a block is that of vLLM's layout, and ours is another over the same bytes.

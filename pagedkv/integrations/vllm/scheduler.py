@@ -48,11 +48,11 @@ class _Paged:
         _LOGGER.info("Blocks by pagedkv: %s, evicted by %s", pool.frames, pool.frames.policy.name)
 
 
-class PagedSyncScheduler(_Paged, Scheduler):
+class _PagedSyncScheduler(_Paged, Scheduler):
     """Scheduler over our block pool."""
 
 
-class PagedAsyncScheduler(_Paged, AsyncScheduler):
+class _PagedAsyncScheduler(_Paged, AsyncScheduler):
     """AsyncScheduler over our block pool."""
 
 
@@ -60,8 +60,8 @@ class PagedScheduler:
     """Makes the scheduler that the configuration asks for, over our block pool."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a PagedAsyncScheduler with asynchronous scheduling, else a PagedSyncScheduler."""
+        """Return a _PagedAsyncScheduler with asynchronous scheduling, else a _PagedSyncScheduler."""
         if getattr(vllm_config, "diffusion_config", None) is not None:
             raise InvalidRequest("PagedScheduler does not serve diffusion models; leave scheduler_cls out")
         is_async = vllm_config.scheduler_config.async_scheduling
-        return (PagedAsyncScheduler if is_async else PagedSyncScheduler)(vllm_config, *args, **kwargs)
+        return (_PagedAsyncScheduler if is_async else _PagedSyncScheduler)(vllm_config, *args, **kwargs)
