@@ -33,16 +33,21 @@ from pagedkv.kernels.args import (
     bound_fields,
     tables_of,
 )
+from pagedkv.spec import ELEMENTS
 
 ABSURD = 2147480000
 """A frame number that no pool has, for padded table entries."""
 
 DTYPES = quant.DTYPES
-POISON = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7F, "int8": 0x7F, "int4": 0xFF}
+POISON = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7F, "int8": 0x7F, "int5": 0xFF}
 """The byte of unwritten slots: NaN for fp8, the largest number for integers, which have no NaN.
 
 The scales of unwritten integers are NaN if scales are per (token, head).
 """
+KV_KINDS = (
+    "", "fp8_e4m3", *(f"{kind}/{scales}" for kind in tuple(POISON)[:3] for scales in ("tensor", "token_head")),
+    "k8v4/token_head", "k8v4/calibrated", "k5v4/token_head", "k5v4/calibrated",
+)  # fmt: skip
 
 
 class Built(NamedTuple):
@@ -60,7 +65,8 @@ class Case:
 
     q_lens, kv_lens: new tokens, and KV length with the new tokens, of each sequence
     heads, dims: (H, K) and (D, Dv)
-    kv: "" for the dtype of q; or a quantised dtype and its scales: "int8/token_head", "fp8_e4m3/tensor", "fp8_e4m3" (1)
+    kv: "" for the dtype of q; or a kind and its scales: "int8/token_head", "fp8_e4m3/tensor", "fp8_e4m3" (1);
+        "k5v4/calibrated" has scales per (token, head), and statistics of K's channels
     layout: "NHD", "HND" (gaps between frames, as in a pool of several layers), "mixed" (K beside V), "mla" (V within K)
     mask: "causal", "all", "tree", "some" (every second sequence is causal)
     window: as callers give it; with positions on the right the call is not causal, unless a tensor says so
@@ -163,18 +169,23 @@ class Case:
         for pool, scale in ((k, k_scale), (v, v_scale)):
             if self.layout == "mla" and pool is v:
                 break
-            shape = (len(used), *pool.shape[2:])
-            if kind in ("int8", "int4"):
-                low, high = (-127, 128) if kind == "int8" else (0, 256)
-                stored = torch.randint(low, high, shape, generator=draw).to(pool.dtype)
-            else:
-                stored = (torch.randn(shape, generator=draw) * (2 if kind else 1)).to(pool.dtype)
-            as_bytes(pool)[at] = as_bytes(stored)
-            base = {"int8": 0.01, "int4": 0.3}.get(kind, 0.6)
+            for part in quant.planes(k) if pool is k and kind == "k5v4" else (pool,):
+                shape = (len(used), *part.shape[2:])
+                if part.dtype in (torch.int8, torch.uint8):
+                    low, high = (-127, 128) if part.dtype == torch.int8 else (0, 256)
+                    stored = torch.randint(low, high, shape, generator=draw).to(part.dtype)
+                else:
+                    stored = (torch.randn(shape, generator=draw) * (2 if kind else 1)).to(part.dtype)
+                as_bytes(part)[at] = as_bytes(stored)
+            base = {torch.int8: 0.01, torch.uint8: 0.1 if pool is k else 0.02}.get(pool.dtype, 0.6)
             if scale is not None and scales == "tensor":
                 scale.fill_(base)
             elif scale is not None:
-                scale[at] = (torch.rand(shape[:-1], generator=draw) + 0.5) * base
+                scale[at] = ((torch.rand(shape[:-1], generator=draw) + 0.5) * base).half()
+        if layer.calibration is not None:
+            centre, divisor = layer.calibration.unbind(1)
+            centre.copy_(torch.randn(centre.shape, generator=draw) * 2)
+            divisor.copy_(torch.rand(divisor.shape, generator=draw) + 0.5)
         return layer
 
 
@@ -185,7 +196,7 @@ def call_of(built: Built, **changes: Any) -> AttentionCall:
     if isinstance(options["causal"], Tensor):
         causal_of, options["causal"] = options["causal"], False
     fixed = bound_fields(layer, AttentionOptions.of(**{"scale": q.shape[2] ** -0.5} | options))
-    out = torch.full((*q.shape[:2], quant.head_dim(layer.v)), torch.nan, dtype=q.dtype)
+    out = torch.full((*q.shape[:2], quant.head_dim(layer.v, is_value=True)), torch.nan, dtype=q.dtype)
     return AttentionCall(*fixed, q, *tables_of(batch), tree, causal_of, out, torch.full(q.shape[:2], torch.nan))
 
 
@@ -200,15 +211,23 @@ def write_of(
 def empty_layer(case: Case, num_frames: int) -> KVLayer:
     """Return a pool with the geometry and layout of `case`, all slots unwritten."""
     kind, _, scales = case.kv.partition("/")
-    dtype, K, S = DTYPES[kind or case.dtype], case.heads[1], case.block_size
-    D, Dv = (d // 2 if kind == "int4" else d for d in case.dims)
-    if case.layout == "NHD":
-        k, v = poison((num_frames, S, K, D), dtype), poison((num_frames, S, K, Dv), dtype)
+    of_k, of_v = (DTYPES[name] for name in ELEMENTS[kind or case.dtype])
+    dtype, K, S = of_k, case.heads[1], case.block_size
+    D, Dv = case.dims
+    if of_v == torch.uint8:
+        D, Dv = D * 5 // 8 if of_k == torch.uint8 else D, Dv // 2
+    if kind == "k5v4":  # the keys of a head in a frame are one run
+        k = poison((num_frames, 3, K, S, D), of_k)[:, 1].transpose(1, 2)
+        v = poison((num_frames, S, K, Dv), of_v)
+        v = v if case.layout == "NHD" else v.transpose(1, 2).contiguous().transpose(1, 2)
+    elif case.layout == "NHD":
+        k, v = poison((num_frames, S, K, D), dtype), poison((num_frames, S, K, Dv), of_v)
     elif case.layout == "HND":
-        k, v = (poison((num_frames, 3, K, S, d), dtype)[:, 1].transpose(1, 2) for d in (D, Dv))
+        k, v = (poison((num_frames, 3, K, S, d), t)[:, 1].transpose(1, 2) for d, t in ((D, dtype), (Dv, of_v)))
     elif case.layout == "mixed":
         pool = poison((num_frames, K, S, D + Dv), dtype).transpose(1, 2)
         k, v = pool.split((D, Dv), -1)  # type: ignore[no-untyped-call]
+        v = v.view(of_v)
     else:
         k = poison((num_frames, S, K, D), dtype)
         v = k[..., :Dv]
@@ -216,8 +235,9 @@ def empty_layer(case: Case, num_frames: int) -> KVLayer:
         return KVLayer(k, v)
     if scales == "tensor":
         return KVLayer(k, v, torch.tensor(1.0), torch.tensor(1.0))
-    k_scale, v_scale = (torch.full((num_frames, K, S), torch.nan).transpose(1, 2) for _ in range(2))
-    return KVLayer(k, v, k_scale, k_scale if case.layout == "mla" else v_scale)
+    k_scale, v_scale = (torch.full((num_frames, K, S), torch.nan).half().transpose(1, 2) for _ in range(2))
+    statistics = torch.ones(K, 2, case.dims[0]) if scales == "calibrated" else None
+    return KVLayer(k, v, k_scale, k_scale if case.layout == "mla" else v_scale, statistics)
 
 
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -283,7 +303,7 @@ LENGTHS = {
 }
 AXES: dict[str, tuple[Any, ...]] = {
     "lengths": tuple(LENGTHS),
-    "kv": ("", "fp8_e4m3", *(f"{kind}/{scales}" for kind in POISON for scales in ("tensor", "token_head"))),
+    "kv": KV_KINDS,
     "heads": ((4, 4), (8, 2), (5, 1), (28, 4), (32, 8), (64, 4), (32, 1), (64, 2)),
     "dims": ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 80)),
     "block_size": (1, 5, 8, 16, 32, 64, 128, 256),

@@ -134,6 +134,7 @@ def test_the_wheel_carries_all_of_the_package(wheel):
         for path in (ROOT / "pagedkv/engine/checkpoint/bundled").rglob("*")
         if path.is_file()
     }
+    expected |= {f"pagedkv/kv_texts/{name}.txt" for name in ("measure", "calibrate")}
     expected |= {"pagedkv/py.typed", f"pagedkv-{pagedkv.__version__}.dist-info/licenses/LICENSE"}
     assert sorted(expected - names_in(wheel)) == []
 

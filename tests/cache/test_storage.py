@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from pagedkv import PagedKVCache
 from pagedkv.cache.storage import Storage
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import KVSpec, parse_bytes
+from pagedkv.tiers.tier_names import fingerprint
 
 SPECS = [
     KVSpec(3, 2, 64, block_size=4),
@@ -16,7 +21,8 @@ SPECS = [
     KVSpec(2, 3, 64, block_size=3, kv_dtype="int8"),
     KVSpec(2, 2, 64, block_size=16, kv_dtype="fp8_e4m3"),
     KVSpec(1, 2, 96, block_size=7, kv_dtype="fp8_e5m2"),
-    KVSpec(2, 2, 64, head_dim_v=32, block_size=4, kv_dtype="int4"),
+    KVSpec(2, 2, 64, head_dim_v=32, block_size=4, kv_dtype="k8v4"),
+    KVSpec(2, 2, 64, head_dim_v=32, block_size=4, kv_dtype="k5v4"),
 ]
 
 
@@ -69,6 +75,34 @@ def test_poison_is_nan_where_there_is_one(spec: KVSpec) -> None:
             assert not part[0].float().isnan().any()
 
 
+def test_statistics_of_channels_belong_to_each_layer_and_to_the_name_of_the_bytes() -> None:
+    spec, statistics = KVSpec(3, 2, 64, kv_dtype="k5v4"), torch.rand(3, 2, 2, 64) + 0.1
+    cache = PagedKVCache(spec, layer_groups=[0, 0, 0], num_frames=4, calibration=statistics)
+    cache.resize(6)
+    for layer, of_layer in enumerate(statistics):
+        kept = cache[layer].calibration
+        assert kept is not None
+        assert torch.equal(kept, of_layer)
+    specs = [PagedKVCache(spec, num_frames=4, calibration=x).spec for x in (statistics, statistics + 1, None)]
+    assert specs[0] == cache.spec
+    assert len({fingerprint([x], [0, 0, 0], 64) for x in specs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "calibration", "words"),
+    [
+        ("int8", torch.ones(2, 2, 2, 64), "given for KV of int8; only k8v4 and k5v4 take one"),
+        ("k8v4", torch.ones(2, 2, 64), "it must be float32 [2 layers, 2, 2, 64]: a centre and a divisor"),
+        ("k8v4", [1.0], "calibration is list; it must be float32"),
+        ("k5v4", torch.zeros(2, 2, 2, 64), "divisors that are not positive"),
+        ("k5v4", torch.full((2, 2, 2, 64), torch.inf), "numbers that are not finite"),
+    ],
+)
+def test_statistics_that_fit_no_layer_are_refused(kind: str, calibration: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        PagedKVCache(KVSpec(2, 2, 64, kv_dtype=kind), num_frames=4, calibration=calibration)
+
+
 def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="give fewer frames"):
         Storage(KVSpec(100, 100, 256, block_size=256), num_frames=2**31 - 1)
@@ -119,7 +153,9 @@ def test_frames_in_an_amount_of_memory() -> None:
         {"kv_dtype": ["int8"]},
         {"kv_dtype": "float32"},  # of a model that computes in bfloat16
         {"kv_dtype": "float16"},
-        {"kv_dtype": "int4", "head_dim": 5},
+        {"kv_dtype": "int4"},  # it was a kind once
+        {"kv_dtype": "k5v4", "head_dim": 36},
+        {"kv_dtype": "k8v4", "value_in_key": True},
         {"window": 0},
         {"sinks": 4},  # without a window
         {"keep": 4},

@@ -118,7 +118,8 @@ def test_windows_are_counted_in_layer_groups(fit, command, config):
 def test_options_change_the_figures(fit):
     plain = fit()
     assert fit("--dtype", "float32")["bytes_per_token"] == 2 * plain["bytes_per_token"]
-    assert fit("--kv-dtype", "int8")["bytes_per_token"] == plain["bytes_per_token"] // 2 + 4 * 2 * 2 * 4
+    for kind, share in (("int8", 1 / 2), ("k8v4", 3 / 8), ("k5v4", 9 / 32)):
+        assert fit("--kv-dtype", kind)["bytes_per_token"] == plain["bytes_per_token"] * share + 4 * 2 * 2 * 2
     assert (
         fit("--weights", "int8")["weight_bytes"] < plain["weight_bytes"] == fit("--weights", 9_225_216)["weight_bytes"]
     )

@@ -253,6 +253,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "count": ({"q_len_per_req": 7}, "not q_len_per_req=7 for each request"),
     "four dims": ({"paged_kv_cache": torch.ones(F, S, K, D)}, r"paged_kv_cache is \[14, 8, 2, 16\]"),
     "few pages": ({"paged_kv_cache": torch.ones(1, 2, S, K, D)}, "page 0 of sequence 0"),
+    "bytes": ({"paged_kv_cache": torch.zeros(F, 2, S, K, D).byte()}, "give bytes of fp8 as views"),
     "option": ({"kv_cache_sf": torch.ones(2)}, "kv_cache_sf of flashinfer is not served"),
 }
 

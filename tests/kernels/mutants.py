@@ -79,8 +79,8 @@ FAULTS = (
     Fault(
         "copies are as wide as the worse aligned pool allows: only K is looked at",
         "cuda/attention.py",
-        "    for pool in (call.k, call.v):\n        bits |=",
-        "    for pool in (call.k,):\n        bits |=",
+        "else (call.k,)), call.v):",
+        "else (call.k,)),):",
         "cuda/test_launch.py::test_the_worse_aligned_of_both_pools_decides_the_bytes_of_a_copy",
     ),
     Fault(

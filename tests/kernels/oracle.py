@@ -8,12 +8,14 @@ only table of tolerances for attention.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pagedkv.kernels import quant
+from pagedkv.kernels.args import KVLayer
 from tests.cases import Built, Case, moved
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -34,7 +36,7 @@ def oracle(built: Built) -> State:
         None if (x := options.get(name)) is None else x.cpu().double().numpy() for name in ("sinks", "alibi_slopes")
     )
     scale, softcap = options.get("scale") or q.shape[2] ** -0.5, options.get("softcap", 0.0)
-    out, lse = np.zeros((T, H, stored_dim(built.layer.v))), np.zeros((T, H))
+    out, lse = np.zeros((T, H, quant.head_dim(built.layer.v, is_value=True))), np.zeros((T, H))
     for sequence in logical(built):
         K = sequence.k.shape[1]
         for i, row in enumerate(sequence.rows):
@@ -57,10 +59,16 @@ def oracle(built: Built) -> State:
 
 def same_precision(built: Built) -> State:
     """Plain dense torch attention with every tensor, scores and probabilities too, in q's dtype: the yardstick of
-    `allowed_error`."""
-    q, options, dtype = built.q.cpu(), built.options, built.q.dtype
+    `allowed_error`.
+
+    In bfloat16 for float16 over rotated integers: there a kernel may keep 7 bits of queries and of weights.
+    """
+    options, dtype = built.options, built.q.dtype
+    if dtype == torch.float16 and quant.is_rotated(built.layer.v):
+        dtype = torch.bfloat16
+    q = built.q.cpu().to(dtype)
     (T, H, D), softcap = q.shape, options.get("softcap", 0.0)
-    out, lse = np.zeros((T, H, stored_dim(built.layer.v))), np.zeros((T, H))
+    out, lse = np.zeros((T, H, quant.head_dim(built.layer.v, is_value=True))), np.zeros((T, H))
     for sequence in logical(built):
         n, m, K = *sequence.visible.shape[::-1], sequence.k.shape[1]
         k, v = (torch.from_numpy(x).to(dtype).repeat_interleave(H // K, 1) for x in (sequence.k, sequence.v))
@@ -92,7 +100,7 @@ def logical(built: Built) -> list[Sequence]:
     """Follow the page tables token by token; decide query by query what is seen."""
     layer, batch = moved(built.layer, "cpu"), moved(built.batch, "cpu")
     S, K = layer.k.shape[1:3]
-    k, v = stored_values(layer.k, layer.k_scale), stored_values(layer.v, layer.v_scale)
+    k, v = stored_values(layer)
     tree, window = built.options.get("tree_mask"), built.options.get("window")
     left, right = window if isinstance(window, tuple) else (None if window is None else window - 1, None)
     causal = built.options.get("causal", True)
@@ -124,23 +132,52 @@ def logical(built: Built) -> list[Sequence]:
     return sequences
 
 
-def stored_dim(pool: Tensor) -> int:
-    """Elements in the last dim, two in a byte for int4."""
-    return pool.shape[-1] * (2 if pool.dtype == torch.uint8 else 1)
+def stored_values(layer: KVLayer) -> tuple[Array, Array]:
+    """The keys [F, S, K, D] and values [F, S, K, Dv] of a whole layer in float64, poison included."""
+    k = _five_bits(layer.k) if layer.k.dtype == torch.uint8 else layer.k.double().numpy()
+    v = layer.v.double().numpy()
+    if layer.v.dtype == torch.uint8:
+        levels = np.array([6, 18, 31, 44, 58, 75, 96, 127])
+        v = np.concatenate([-levels[::-1], levels])[_nibbles(layer.v.numpy())]
+    k, v = (
+        x if scale is None else x * scale.double().numpy().reshape(*scale.shape, *[1] * (4 - scale.dim()))
+        for x, scale in ((k, layer.k_scale), (v, layer.v_scale))
+    )
+    if layer.v.dtype == torch.uint8:
+        with np.errstate(invalid="ignore"):  # poison
+            k, v = k @ rotation(k.shape[-1]), v @ rotation(v.shape[-1])
+    if layer.calibration is not None:
+        centre, divisor = (x.double().numpy() for x in layer.calibration.unbind(1))
+        k = k * divisor + centre
+    return k, v
 
 
-def stored_values(pool: Tensor, scale: Tensor | None) -> Array:
-    """The values of a whole pool tensor in float64, poison included."""
-    if pool.dtype == torch.uint8:
-        packed = pool.numpy().astype(np.int16)
-        values = np.empty((*pool.shape[:-1], stored_dim(pool)))
-        values[..., 0::2], values[..., 1::2] = packed % 16 - 8, packed // 16 - 8
-    else:
-        values = pool.double().numpy()
-    return values if scale is None else values * scale.double().numpy().reshape(*scale.shape, *[1] * (4 - scale.dim()))
+def _nibbles(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.stack([x % 16, x // 16], -1).reshape(*x.shape[:-1], -1).astype(np.int16)
 
 
-TOLERANCE = {"floor": 1e-5, "": 2, "fp8_e4m3": 4, "fp8_e5m2": 4, "int8": 4, "int4": 16}
+def _five_bits(k: Tensor) -> Array:
+    """The integers of a pool of int5, followed byte by byte: low halves of all slots of a head, then the fifth bits."""
+    (F, S, K, row), D = k.shape, k.shape[3] * 8 // 5
+    pages = k.transpose(1, 2).contiguous().numpy().reshape(F, K, S * row)
+    low = _nibbles(pages[..., : S * D // 2]).reshape(F, K, S, D)
+    fifth = np.unpackbits(pages[..., S * D // 2 :], axis=-1, bitorder="little").reshape(F, K, S, D)
+    return (low + 16.0 * fifth - 16).transpose(0, 2, 1, 3)
+
+
+@lru_cache(maxsize=16)
+def rotation(D: int) -> Array:
+    """The matrix R of `stored = R x`: signs of a hash, then a Hadamard matrix in blocks of the largest power of two."""
+    h = np.arange(D, dtype=np.uint64) * np.uint64(0x9E3779B1) % np.uint64(2**32)
+    h = (h ^ (h >> np.uint64(15))) * np.uint64(0x85EBCA6B) % np.uint64(2**32)
+    signs = np.where(h >> np.uint64(31), -1.0, 1.0)
+    n, matrix = D & -D, np.ones((1, 1))
+    while len(matrix) < n:
+        matrix = np.kron(np.array([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return np.kron(np.eye(D // n), matrix) / n**0.5 * signs
+
+
+TOLERANCE = {"floor": 1e-5, "": 2, "fp8_e4m3": 4, "fp8_e5m2": 4, "int8": 4, "k8v4": 4, "k5v4": 4}
 """max |x - oracle| <= factor * max |same_precision - oracle| + floor: FlashAttention's rule. As there, both maxima are
 taken over the whole tensor: an element that plain low-precision torch gets exactly right by luck is no measure."""
 

@@ -41,6 +41,18 @@ def query(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Built], B
     return lambda built: built._replace(q=change(built.q))
 
 
+ROTATED = Case(q_lens=(1, 4), kv_lens=(40, 33), heads=(6, 2), kv="k5v4/calibrated", layout="HND").build().layer
+WRONG_ROTATED: list[tuple[Callable[[KVLayer], dict[str, Any]], str]] = [
+    (lambda x: {"k": x.k.contiguous()}, "must be one run, so stride 1 must be 40"),
+    (lambda x: {"k": x.k[..., :38]}, "K of 5 bits has 5 D / 8 bytes, V of 4 bits Dv / 2"),
+    (lambda x: {"v": x.v.to(torch.int8)}, "layer.k is uint8 and layer.v is int8: K and V of one layer have one dtype"),
+    (lambda x: {"v_scale": torch.ones(())}, "layer.v_scale is float32 []; it must be float16"),
+    (lambda x: {"k_scale": None}, "layer.k_scale is None but layer.k is uint8; it must be float16"),
+    (
+        lambda x: {"calibration": torch.ones(2, 2, 32)},
+        "layer.calibration is float32 [2, 2, 32]; it must be float32 [K=",
+    ),
+]
 WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q[:, :5]), "q has H=5 heads but layer.k has K=2 kv heads: H must be a multiple of K"),
     (query(lambda q: q[..., :32]), "q is float32 [5, 6, 32]; it must be float32, bfloat16, float16, float64 [T=5, H=6"),
@@ -48,14 +60,15 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q.half()), "q is float16 but layer.k is float32: convert q"),
     (query(lambda q: q.int()), "q is int32; it must be float32, bfloat16 or float16"),
     (query(lambda q: q.mT.contiguous().mT), "its last dim must be contiguous"),
-    (layer(lambda x: replace(x, v=x.v[:, :8])), "layer.v is float32 [7, 8, 2, 64]; it must be float32 [F=7, S=16, K=2"),
-    (layer(lambda x: replace(x, v=x.v.half())), "layer.v is float16 [7, 16, 2, 64]; it must be float32"),
+    (layer(lambda x: replace(x, v=x.v[:, :8])), "layer.v is float32 [7, 8, 2, 64]; it must be float32, bfloat16"),
+    (layer(lambda x: replace(x, v=x.v.half())), "layer.k is float32 and layer.v is float16: K and V of one layer"),
     (layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8))), "layer.k_scale is None but layer.k is int8"),
-    (layer(lambda x: replace(x, k_scale=torch.ones(()))), "only fp8, int8 and int4 pools have scales"),
+    (layer(lambda x: replace(x, k_scale=torch.ones(()))), "only fp8 and integers have scales"),
     (
         layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8), torch.ones(2), None)),
-        "it must be float32 [] (one for all) or [7, 16, 2]",
+        "it must be float32 [] (one for all) or float16 [7, 16, 2]",
     ),
+    *((layer(lambda x, change=change: replace(ROTATED, **change(ROTATED))), text) for change, text in WRONG_ROTATED),
     (batch(seq_lens=torch.tensor([40, 4])), "batch.seq_lens is int64 [2]; it must be int32 [B]"),
     (batch(cu_seqlens_q=torch.tensor([0, 5], dtype=INT32)), "batch.cu_seqlens_q is int32 [2]; it must be int32 [B+1=3"),
     (batch(rows=torch.zeros(3, dtype=INT32)), "batch.rows is int32 [3]; it must be int32 [B=2]"),

@@ -42,7 +42,17 @@ def test_opcheck_finds_nothing(case: Case) -> None:
 def gather_args(case: Case) -> tuple[Any, ...]:
     _, layer, batch, _ = case.build()
     lens = batch.seq_lens
-    return (layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, lens, torch.ones_like(lens))
+    return (
+        layer.k,
+        layer.v,
+        layer.k_scale,
+        layer.v_scale,
+        layer.calibration,
+        batch.block_table,
+        batch.rows,
+        lens,
+        torch.ones_like(lens),
+    )
 
 
 @each_case

@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from pagedkv import KernelUnavailable, bind_write, copy_frames, write_kv
+from pagedkv.kernels import quant
 from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
 from tests.cases import AXES, DTYPES, Case, as_bytes, empty_layer, moved
 from tests.kernels.conftest import COMPILED, WAYS, Runner, param
-from tests.kernels.oracle import stored_values
+from tests.kernels.oracle import rotation, stored_values
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 each_compiled = pytest.mark.parametrize("runner", COMPILED, indirect=True)
-HALF_STEP = {"": 0.0, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3, "int8": 0.5 / 127, "int4": 0.5 / 7}
+HALF_STEP = {"": 0.0, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3, "int8": 0.5 / 127, "k8v4": 0.5 / 127, "k5v4": 0.5 / 15}
 """The largest error of one stored element, relative to the largest of its vector: half a unit in the last place.
 
-float32 is exact.
+float32 is exact. Of the rotated kinds it is that of a rotated key.
 """
 
 SLOTS = [37, -1, 0, 63, 16, -5, 2]
@@ -58,20 +59,28 @@ def scaled(case: Case, num_frames: int, k_scale: float, v_scale: float) -> KVLay
 
 
 def bytes_of(layer: KVLayer) -> list[Tensor]:
-    """All bytes of a layer, and of its scales."""
-    tensors = (moved(x, "cpu") for x in (layer.k, layer.v, layer.k_scale, layer.v_scale) if x is not None)
+    """All bytes of a layer and of its scales; those of rotated values are apart (`assert_same_bytes`)."""
+    values = () if quant.is_rotated(layer.v) else (layer.v, layer.v_scale)
+    tensors = (moved(x, "cpu") for x in (layer.k, layer.k_scale, *values) if x is not None)
     return [as_bytes(x.contiguous()).view(-1).view(torch.uint8) for x in tensors]
 
 
 def assert_same_bytes(one: KVLayer, other: KVLayer) -> None:
+    """Compare all bytes. The scale of a rotated value is of sums, which may round otherwise: by one last place of
+    float16, and then a code that was on an edge is the next one."""
     assert all(torch.equal(*pair) for pair in zip(bytes_of(one), bytes_of(other), strict=True))
+    if quant.is_rotated(one.v):
+        assert one.v_scale is not None
+        assert other.v_scale is not None
+        scales = [moved(x, "cpu").contiguous().view(torch.int16).int() for x in (one.v_scale, other.v_scale)]
+        assert (scales[0] - scales[1]).abs().max() <= 1
+        codes = [moved(x, "cpu").contiguous() for x in (one.v, other.v)]
+        assert (codes[0] != codes[1]).double().mean() < 0.01
 
 
 def stored(layer: KVLayer, slots: list[int]) -> tuple[Tensor, Tensor]:
     """K and V at `slots`, as float64 values."""
-    layer = moved(layer, "cpu")
-    pools = ((layer.k, layer.k_scale), (layer.v, layer.v_scale))
-    k, v = (torch.from_numpy(stored_values(*pool)).flatten(0, 1)[slots] for pool in pools)
+    k, v = (torch.from_numpy(x).flatten(0, 1)[slots] for x in stored_values(moved(layer, "cpu")))
     return k, v
 
 
@@ -96,17 +105,25 @@ def test_slots_alone_store_what_a_batch_stores(runner: Runner) -> None:
 @pytest.mark.parametrize("kv", AXES["kv"])
 def test_what_is_written_reads_back_within_half_a_step(kv: str, layout: str, runner: Runner) -> None:
     k, v = torch.rand(7, 2, 64) * 2 - 1, torch.rand(7, 2, 80) * 2 - 1  # in [-1, 1): no scale below saturates
-    layer = written(scaled(Case(kv=kv, layout=layout, dims=(64, 80)), 4, 0.5, 0.75), k, v, batch_of(SLOTS), runner)
+    empty = scaled(Case(kv=kv, layout=layout, dims=(64, 80)), 4, 0.5, 0.75)
+    kind, divisor = kv.partition("/")[0], torch.ones(2, 64)
+    if empty.calibration is not None:
+        empty.calibration.copy_(torch.rand(2, 2, 64) + 0.5)
+        divisor = empty.calibration[:, 1]
+    layer = written(empty, k, v, batch_of(SLOTS), runner)
     kept = [i for i, slot in enumerate(SLOTS) if slot >= 0]
     for given, got, scale in zip((k, v), stored(layer, AT), (0.5, 0.75), strict=True):
-        largest = given[kept].abs().amax(-1, keepdim=True).double()
-        integers = kv.startswith("int")
-        step = HALF_STEP[kv.partition("/")[0]] * (
-            scale * {"int8": 127, "int4": 7}[kv[:4]] if integers and "tensor" in kv else largest
-        )
-        assert (
-            (got - given[kept].double()).abs() <= step * (1 + 1e-4)
-        ).all()  # x / scale is rounded before it is rounded
+        given, error = given[kept].double(), got - given[kept].double()
+        if kind.startswith("k") and given.shape[-1] == 80:  # sixteen levels: about 0.01 of a Gaussian's square
+            assert (error.square().sum(-1) < 0.03 * given.square().sum(-1)).all()
+            continue
+        if kind.startswith("k"):
+            centre = torch.zeros(2, 64) if empty.calibration is None else empty.calibration[:, 0]
+            given, error = (x / divisor @ torch.from_numpy(rotation(64)).T for x in (given - centre, error))
+        largest = given.abs().amax(-1, keepdim=True)
+        of_scale = 2.0**-10 * largest if kv.endswith(("/token_head", "/calibrated")) else 0.0  # it is a float16
+        step = HALF_STEP[kind] * (scale * 127 if kv == "int8/tensor" else largest) + of_scale
+        assert (error.abs() <= step * (1 + 1e-4) + 1e-6).all()  # x / scale is rounded before it is rounded
 
 
 @each_compiled
@@ -127,9 +144,11 @@ def test_what_is_written_has_the_bits_that_the_reference_writes(kv: str, dtype: 
 
 
 @each_compiled
-@pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "int4/token_head"])
-@pytest.mark.parametrize("dims", [(62, 30), (192, 128), (576, 512)], ids=str)
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "k8v4/token_head", "k5v4/calibrated"])
+@pytest.mark.parametrize("dims", [(62, 30), (192, 128), (576, 512), (24, 8)], ids=str)
 def test_heads_of_any_width_have_the_bits_of_the_reference(dims: tuple[int, int], kv: str, runner: Runner) -> None:
+    if kv.startswith("k") and dims[0] % 8:
+        pytest.skip("the head dims of rotated layers are multiples of 8")
     case = Case(dtype="bfloat16", kv=kv, dims=dims, layout="mixed")
     k, v = (torch.randn(7, 2, dim) for dim in dims)
     assert_same_bytes(*(written(empty_layer(case, 4), k, v, batch_of(SLOTS), to) for to in (runner, REFERENCE)))
@@ -140,7 +159,11 @@ def test_slots_that_are_not_named_keep_every_bit(kv: str, runner: Runner) -> Non
     case, k = Case(kv=kv, layout="HND"), torch.randn(7, 2, 64)
     layer = written(empty_layer(case, 4), k, k, batch_of(SLOTS), runner)
     others = [slot for slot in range(64) if slot not in SLOTS]
-    for old, new in zip(vars(empty_layer(case, 4)).values(), vars(moved(layer, "cpu")).values(), strict=True):
+    parts = []
+    for x in (empty_layer(case, 4), moved(layer, "cpu")):
+        keys = quant.planes(x.k) if x.k.dtype == torch.uint8 else (x.k,)
+        parts.append((*keys, x.v, x.k_scale, x.v_scale))
+    for old, new in zip(*parts, strict=True):
         if isinstance(old, torch.Tensor) and old.dim():
             old, new = (as_bytes(x).flatten(0, 1)[others] for x in (old, new))
             assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
@@ -163,9 +186,7 @@ def test_a_scale_that_rounds_to_zero_is_one(runner: Runner) -> None:
     assert (stored(layer, [3])[0] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("kv", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0), ("int8/tensor", 127.0), ("int4/tensor", 7.0)]
-)
+@pytest.mark.parametrize(("kv", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0), ("int8/tensor", 127.0)])
 def test_what_is_too_large_saturates(kv: str, largest: float, runner: Runner) -> None:
     k = torch.tensor([1e9, -1e9, torch.inf, -torch.inf]).repeat(16).expand(1, 2, 64)
     layer = written(empty_layer(Case(kv=kv), 1), k, k, batch_of([0]), runner)
@@ -192,7 +213,7 @@ def test_every_bfloat16_and_every_tie_becomes_the_fp8_that_torch_says(kv: str, l
 
 @pytest.mark.parametrize(
     "kv",
-    ["", "fp8_e4m3", "fp8_e5m2/token_head", "int8/tensor", "int4/tensor", "int8/token_head", "int4/token_head"],
+    ["", "fp8_e4m3", "fp8_e5m2/token_head", "int8/tensor", "int8/token_head"],
 )
 @pytest.mark.parametrize("runner", [*COMPILED, param(REFERENCE)], indirect=True)
 def test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv: str, runner: Runner) -> None:
@@ -201,7 +222,7 @@ def test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv:
     k[0, 1, broken] = torch.nan
     layer = written(scaled(Case(kv=kv, dims=(70, 70)), 1, 1.0, 1.0), k, k, batch_of([3]), runner)
     for values in stored(layer, [3]):
-        assert (values[0, 0] - 1).abs().max() <= 1e-6
+        assert (values[0, 0] - 1).abs().max() <= (2**-9 if kv.endswith("/token_head") else 1e-6)
         others = [i for i in range(70) if i not in broken]
         if kv.endswith("/token_head"):
             assert values[0, 1].isnan().all()
@@ -210,7 +231,34 @@ def test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv:
             assert (values[0, 1, broken] == 0).all() if "int" in kv else values[0, 1, broken].isnan().all()
 
 
-@pytest.mark.parametrize("kv", ["", "fp8_e4m3/tensor", "int8/token_head", "int4/token_head"])
+@pytest.mark.parametrize("kv", ["k8v4/token_head", "k5v4/calibrated"])
+@pytest.mark.parametrize("runner", [*COMPILED, param(REFERENCE)], indirect=True)
+def test_a_nan_spoils_the_whole_of_a_rotated_vector_and_no_other(kv: str, runner: Runner) -> None:
+    k = torch.randn(2, 2, 64)
+    k[1, 1, 7] = torch.nan
+    layer = written(empty_layer(Case(kv=kv, layout="HND"), 1), k, k, batch_of([3, 5]), runner)
+    for values in stored(layer, [3, 5]):
+        assert values[1, 1].isnan().all()
+        assert values.isnan().sum() == 64
+
+
+@pytest.mark.parametrize("runner", [*COMPILED, param(REFERENCE)], indirect=True)
+def test_zeros_and_the_largest_floats_have_scales_that_are_numbers(runner: Runner) -> None:
+    k = torch.zeros(4, 1, 64)
+    k[1], k[2, 0, 3], k[3] = 1e30, torch.inf, 1e-30
+    for kv in ("int8/token_head", "k8v4/token_head", "k5v4/token_head"):
+        case = Case(kv=kv, heads=(1, 1), layout="HND")
+        layer = moved(written(empty_layer(case, 1), k[:2], k[:2], batch_of([0, 1]), runner), "cpu")
+        assert (stored(layer, [0])[0] == 0).all()
+        assert (stored(layer, [0])[1] == 0).all()
+        assert layer.k_scale is not None
+        assert layer.k_scale[0, 1] == 65504
+        layer = moved(written(empty_layer(case, 1), k[3:], k[3:], batch_of([0]), runner), "cpu")
+        assert (stored(layer, [0])[0] == 0).all()
+        assert (stored(layer, [0])[1] == 0).all()
+
+
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3/tensor", "int8/token_head", "k8v4/token_head"])
 @pytest.mark.parametrize(("turned", "interleaved"), [(64, False), (64, True), (24, False), (2, True)])
 def test_a_key_turned_while_it_is_written_is_the_key_turned_before(
     kv: str, turned: int, interleaved: bool, runner: Runner
@@ -225,12 +273,12 @@ def test_a_key_turned_while_it_is_written_is_the_key_turned_before(
     together = stored(written(scaled(case, 4, 0.25, 0.25), k, v, batch, runner, rope), AT)
     apart = stored(written(scaled(case, 4, 0.25, 0.25), turned_k, v, batch, runner), AT)
     assert torch.equal(together[1], apart[1])
-    step = {"": 1e-6, "fp8": 0.125, "int8": 1 / 127, "int4": 1 / 7}[kv[:4].rstrip("_")] * apart[0].abs().amax(
+    step = {"": 1e-6, "fp8": 0.125, "int8": 1 / 127, "k8v4": 0.1}[kv[:4].rstrip("_")] * apart[0].abs().amax(
         -1, keepdim=True
     )
     error = (together[0] - apart[0]).abs()
     assert (error <= step * 1.001).all()  # a sum that is rounded otherwise may be stored one step away,
-    assert (error > 1e-5).double().mean() < 0.01  # rarely
+    assert (error > 1e-5).double().mean() < (0.2 if kv.startswith("k8") else 0.01)  # rarely, but for a whole vector
 
 
 def test_values_within_keys_are_stored_last(runner: Runner) -> None:

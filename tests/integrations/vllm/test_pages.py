@@ -145,5 +145,8 @@ def test_caches_that_cannot_be_served_are_refused_in_words() -> None:
         of_vllm._layer_of(torch.zeros(KV_HEADS, BLOCKS, SIZE, 2 * D).transpose(0, 1), D, "auto")
     with pytest.raises(InvalidRequest, match="no blocks in one piece"):
         of_vllm._layer_of(cache, D + 1, "auto")
-    with pytest.raises(InvalidRequest, match="nvfp4 are not served"):
-        of_vllm._layer_of(cache, D, "nvfp4")
+    for name in ("nvfp4", "k8v4", "k5v4"):
+        with pytest.raises(InvalidRequest, match=f"{name} are not served"):
+            of_vllm._layer_of(cache, D, name)
+    with pytest.raises(InvalidRequest, match="auto in bytes are not served"):  # not codes of ours
+        of_vllm._layer_of(cache.to(torch.uint8), D, "auto")

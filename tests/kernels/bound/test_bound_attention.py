@@ -171,7 +171,7 @@ def test_the_predicate_of_a_bound_call_agrees_with_the_checks(call: tuple[Built,
     shape, masks = (*q.shape, 1, 1)[:2], (changes["tree_mask"], changes["causal"])
     results = (torch.zeros(*shape, 64, dtype=q.dtype) if out is None else out, torch.zeros(*shape))
     flat = AttentionCall(*bound_fields(x, AttentionOptions(0.125)), q, *tables_of(built.batch), *masks, *results)
-    kept = cpu._cpu.attend(bind_attention(x)._binding, *flat[12:-2], out, False)
+    kept = cpu._cpu.attend(bind_attention(x)._binding, *flat[13:-2], out, False)
     why = objection(checks.attention, flat) or objection(checks.table_values, flat)
     assert (type(kept) is int) == (why == ""), why  # a kind: only its kernel is missing
 

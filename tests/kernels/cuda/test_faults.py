@@ -84,7 +84,9 @@ MISTAKES = {
         "ptx::transposed(ptx::pack<Elements::PV_HALF>(p[j][0], p[j][1]));",
         "ptx::pack<Elements::PV_HALF>(p[j][0], p[j][1]);",
     ),
-    "columns of narrow values change places": Planted("keys_as_rows.cuh", "(v8, v9, 2 * i + x)", "(v8, v9, i + 2 * x)"),
+    "columns of narrow values change places": Planted(
+        "fragments.cuh", "(high[i], v8, v9, i)", "(high[i], v8, v9, i ^ 3)"
+    ),
     "a lane masks other keys than it has": Planted(
         "keys_as_rows.cuh", "16 * j + (lane >> 2) + 8 * i", "16 * j + 2 * (lane >> 2) + i"
     ),
@@ -118,7 +120,7 @@ MISTAKES = {
         "#pragma unroll\n        for (int i",
     ),
     "every warp sums the same part of D": Planted(
-        "scores.cuh", "stage + sharing.part * (D_PART * KV_BITS / 8)", "stage"
+        "scores.cuh", "stage + sharing.part * (D_PART * K_BITS / 8)", "stage"
     ),
     "every warp has the same columns": Planted(
         "merge.cuh", "row * SUM_STRIDE + 4 * part * DV_PART", "row * SUM_STRIDE"
@@ -126,6 +128,21 @@ MISTAKES = {
     "a team waits for threads of others": Planted(
         "stages.cuh", "ptx::sync_team(1 + team, TEAM_THREADS)", "ptx::sync_team(1 + team, 2 * TEAM_THREADS)"
     ),
+    "scales are stored after they are read": Planted(
+        "paged_attention.cuh", "store_scales(walk.filled, walk.next, me.team_thread);\n        ptx::copy", "ptx::copy"
+    ),
+    "the fifth bits of other keys": Planted("fragments.cuh", "FIFTH_IN_STAGE + key * (D / 8)", "FIFTH_IN_STAGE"),
+    "codes of the first keys for all": Planted(
+        "fragments.cuh",
+        "widen_codes<Elements::PV_HALF>(high, values.codes[n][1])",
+        "widen_codes<Elements::PV_HALF>(high, values.codes[n][0])",
+    ),
+    "results are not rotated back": Planted("merge.cuh", "rotate<DV, 32, true>(x, thread % 32);", ""),
+    "the centre of the keys is forgotten": Planted("merge.cuh", "part.m + bias", "part.m + 0.0f * bias"),
+    "the divisor of the keys is forgotten": Planted(
+        "paged_attention.cuh", "ptx::times(x, ptx::read(centre + D + column))", "x"
+    ),
+    "offsets of int5 stay in the scores": Planted("scores.cuh", "{ x = queries.start[r]; }", "{ x = 0.0f * r; }"),
 }
 CASES = (
     Case((1, 1, 1), (700, 40, 333), heads=(8, 2), dtype="bfloat16", window=600, punched=True, layout="HND", padding=3),
@@ -136,6 +153,7 @@ CASES = (
     Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
     Case((1, 1), (333, 40), heads=(8, 2), dtype="bfloat16", block_size=5, window=300, punched=True),
     Case((1, 2), (200, 40), heads=(4, 2), dims=(128, 128), kv="int8/token_head", dtype="bfloat16", block_size=48),
+    Case((1, 2), (200, 40), heads=(4, 2), dims=(80, 80), kv="k5v4/calibrated", dtype="bfloat16"),
     Case((1,) * 20, (20,) * 20, heads=(4, 2), dtype="bfloat16", layout="HND"),
 )
 """The last has more units than CTAs: a CTA works on one whole unit after another."""
@@ -266,7 +284,7 @@ def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
 
 def test_rows_of_8_bytes_alignment_are_copied_8_bytes_at_a_time() -> None:
     machine = Emulator(1)
-    check(Case(dims=(80, 80), kv="int4/token_head", dtype="bfloat16"), machine)
+    check(Case(dims=(80, 80), kv="k8v4/token_head", dtype="bfloat16"), machine)
     assert [kernel.copy for kernel in machine.launches] == [8]
 
 
@@ -277,9 +295,11 @@ MOVING = {
     "the wrong place in a frame": Planted(
         "write_kv.cuh", "at = slot - frame * size;", "at = size - 1 - (slot - frame * size);"
     ),
-    "the largest of half a vector": Planted("write_kv.cuh", "bits = LANES / 2;", "bits = LANES / 4;"),
+    "the largest of half a vector": Planted(
+        "rows.cuh", "bits = LANES / 2; bits; bits /= 2)", "bits = LANES / 4; bits; bits /= 2)"
+    ),
     "every lane stores another scale": Planted(
-        "write_kv.cuh", "scale = ptx::divide(ptx::as_float(largest), QMAX);", "scale = lane + 1.0f;"
+        "write_kv.cuh", "bits = static_cast<u16>(ptx::pack<true>(scale, 0.0f));", "bits = static_cast<u16>(lane + 1);"
     ),
     "turned by the angle of another token": Planted(
         "write_kv.cuh", "ptx::read(p.positions + token * p.positions_step)", "ptx::read(p.positions)"
@@ -287,8 +307,8 @@ MOVING = {
     "turned the wrong way": Planted("write_kv.cuh", "first ? -across : across", "first ? across : -across"),
     "past the end of a row": Planted(
         "write_kv.cuh",
-        "if (v.there && column < DIM) store_quad(v.to, column, DIM,",
-        "if (v.there) store_quad(v.to, column, 4096,",
+        "if (v.there && column < DIM) {\n            store_quad<STORED>(v.to, column, DIM,",
+        "if (v.there) {\n            store_quad<STORED>(v.to, column, 4096,",
     ),
     "a frame is stored while it is read": Planted(
         "copy_frames.cuh", "ptx::sync_block();  // the run of every", "// the run of every"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pagedkv import KernelUnavailable
-from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import AttentionCall
 from pagedkv.kernels.cuda import attention, backend
 from pagedkv.kernels.cuda.attention import RECORD_WORDS
-from pagedkv.kernels.cuda.specialisation import KINDS, KeyLayout, RowClass, specialise
+from pagedkv.kernels.cuda.specialisation import KeyLayout, RowClass, specialise
+from pagedkv.spec import NUMBERS
 from tests.cases import Case, call_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.cuda.test_attention import check
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 H200, AD102 = (227 << 10, 228 << 10), (99 << 10, 100 << 10)
-BF16 = (KINDS["bfloat16"], KINDS["bfloat16"])
+BF16 = (NUMBERS["bfloat16"],) * 3
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
 
@@ -211,11 +211,15 @@ def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call() -> None:
     assert "head dims (576, 512) need more shared memory than the 101376 bytes of this GPU" in found
 
 
-def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
-    call = call_of(Case(dims=(64, 64), kv="fp8_e4m3", dtype="bfloat16").build())
-    pool = torch.zeros(call.k.numel() + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[1:].view(call.k.shape)
-    with pytest.raises(InvalidRequest, match="no multiple of 4 bytes; align the strides"):
-        Emulator().attend(call._replace(k=pool))
+@needs_compiler
+def test_rows_that_begin_at_odd_addresses_are_copied_two_bytes_at_a_time() -> None:
+    call, expected = (call_of(Case(dims=(64, 64), kv="fp8_e4m3", dtype="bfloat16").build()) for _ in range(2))
+    pool = torch.zeros(call.k.numel() + 1, dtype=torch.uint8)[1:].view(call.k.shape).copy_(call.k.view(torch.uint8))
+    odd, machine = call._replace(k=pool.view(call.k.dtype)), Emulator()
+    machine.attend(odd)
+    Emulator().attend(expected)
+    assert [kernel.copy for kernel in machine.launches] == [2]
+    assert torch.equal(odd.out, expected.out)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +239,14 @@ def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
 def test_heads_of_other_widths_are_refused(op: str, dims: tuple[int, int], dtype: str, why: str) -> None:
     (found,) = backend.case_objections(registry.Case(op, "cuda", dtype, head_dim=dims[0], head_dim_v=dims[1]))
     assert found.startswith(why)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float32", 128)])
+def test_rotated_rows_are_not_shared_by_warps(dtype: str, most: int) -> None:
+    case = registry.Case(device="cuda", dtype=dtype, kv_dtype="k5v4", head_dim=most, head_dim_v=most)
+    assert backend.case_objections(case) == []
+    (found,) = backend.case_objections(case._replace(head_dim=most + 64))
+    assert f"up to {most}" in found
 
 
 def test_a_machine_without_a_gpu_is_refused() -> None:

@@ -31,9 +31,12 @@ def gathered(layer: KVLayer, batch: PagedBatch, runner: Runner, first: Tensor | 
 
 
 def expected(layer: KVLayer, batch: PagedBatch, dtype: torch.dtype, first: list[int] | None = None) -> Tensor:
-    """The tables followed token by token, K and V next to each other. Products of elements and scales are exact."""
+    """The tables followed token by token, K and V next to each other.
+
+    Products of elements and scales are exact, and sums of rotated ones nearly so (`assert_held`).
+    """
     S, lens = layer.k.shape[1], batch.seq_lens.tolist()
-    k, v = (torch.from_numpy(stored_values(*x)) for x in ((layer.k, layer.k_scale), (layer.v, layer.v_scale)))
+    k, v = (torch.from_numpy(x) for x in stored_values(layer))
     rows = []
     for b, n in enumerate(lens):
         table = batch.block_table[b if batch.rows is None else int(batch.rows[b])].tolist()
@@ -45,6 +48,17 @@ def expected(layer: KVLayer, batch: PagedBatch, dtype: torch.dtype, first: list[
     return whole.float().to(dtype)
 
 
+def assert_held(found: Tensor, right: Tensor, kv: str) -> None:
+    """Compare what was gathered with what pages of a kind hold: a sum of rotated elements may be rounded otherwise."""
+    if not kv.startswith("k"):
+        assert torch.equal(found.nan_to_num(9), right.nan_to_num(9))
+        return
+    assert torch.equal(found.isnan(), right.isnan())
+    step = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}[found.dtype]
+    x, y = (z.nan_to_num(9).double() for z in (found, right))
+    assert ((x - y).abs() <= step * y.abs() + 1e-5).all()
+
+
 @pytest.mark.parametrize("layout", AXES["layout"])
 @pytest.mark.parametrize("kv", AXES["kv"])
 def test_a_gather_is_what_the_pages_hold(kv: str, layout: str, runner: Runner) -> None:
@@ -52,7 +66,7 @@ def test_a_gather_is_what_the_pages_hold(kv: str, layout: str, runner: Runner) -
     built = replace(LENGTHS, kv=kv, layout=layout, dtype="bfloat16").build()
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         found = gathered(built.layer, built.batch, runner, dtype=dtype)
-        assert torch.equal(found, expected(built.layer, built.batch, dtype))
+        assert_held(found, expected(built.layer, built.batch, dtype), kv)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (70, 30), (576, 512), (1, 3)], ids=str)
@@ -125,48 +139,52 @@ def test_nothing_is_gathered_from_no_sequences(runner: Runner) -> None:
         gathered(built.layer, built.batch, runner, out=tuple(moved(x, runner.device) for x in out))
 
 
-@pytest.mark.parametrize("kv", ["", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head"])
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "k5v4/token_head"])
 def test_nan_and_infinity_reach_their_own_elements_only(kv: str, runner: Runner) -> None:
     """A scale is NaN too if its bits are all ones."""
     built = replace(LENGTHS, kv=kv, dtype="bfloat16", punched=False, rows=False).build()
     page, layer = int(built.batch.block_table[0, 1]), built.layer
     if kv.endswith("token_head"):
-        layer.k_scale[page, 3, 1] = torch.tensor(-1, dtype=INT32).view(torch.float32)
+        layer.k_scale[page, 3, 1] = torch.tensor(-1, dtype=torch.int16).view(torch.float16)
     elif kv:
         as_bytes(layer.k)[page, 3, 1, :2] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
     else:
         layer.k[page, 3, 1, :2] = torch.tensor([torch.inf, torch.nan]).bfloat16()
     right = expected(layer, built.batch, torch.bfloat16)
     assert not right[19, 1, :2].isfinite().all()
-    found = gathered(layer, built.batch, runner, dtype=torch.bfloat16)
-    assert torch.equal(found.nan_to_num(9), right.nan_to_num(9))
+    assert_held(gathered(layer, built.batch, runner, dtype=torch.bfloat16), right, kv)
 
 
 @each_way
-@pytest.mark.parametrize("kv", ["int8/token_head", "fp8_e4m3/token_head", "fp8_e5m2/token_head", "int4/token_head"])
+@pytest.mark.parametrize("kv", ["int8/tensor", "fp8_e4m3/tensor", "fp8_e5m2/tensor", "int8/token_head"])
 def test_a_product_is_rounded_once_however_small_or_large(kv: str, runner: Runner) -> None:
     """Processors have instructions that round to bfloat16 and take subnormal numbers for zero."""
     built = Case(q_lens=(1,), kv_lens=(130,), heads=(2, 2), dims=(128, 72), kv=kv).build()
     layer, scales = built.layer, [0.0, -0.0, torch.inf, torch.nan]
     for exponent in (-149, -140, -127, -126, -118, -112, -101, -100, -99, -3, 99, 100, 101, 112, 120, 127):
         scales += [2.0**exponent, -(2.0**exponent) * 1.3]
-    for scale in (layer.k_scale, layer.v_scale):
-        scale.copy_(torch.tensor(scales)[torch.arange(scale.numel()) % len(scales)].view(scale.shape))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found, right = (
-            gather_kv(layer, built.batch, dtype=dtype, backend=name) for name in (runner.backend, "reference")
-        )
-        for x, y in zip(found, right, strict=True):
-            assert torch.equal(x.isnan(), y.isnan())
-            bits = [z.masked_fill(z.isnan(), 7).view(torch.uint8) for z in (x, y)]
-            assert torch.equal(*bits)
+    tries = [(layer.k_scale, layer.v_scale, torch.tensor(scale)) for scale in scales]
+    if kv.endswith("/token_head"):
+        some = torch.tensor(scales).half()
+        tries = [(layer.k_scale, layer.v_scale, some[torch.arange(layer.k_scale.numel()) % len(some)])]
+    for k_scale, v_scale, values in tries:
+        for scale in (k_scale, v_scale):
+            scale.copy_(values.view(scale.shape))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found, right = (
+                gather_kv(layer, built.batch, dtype=dtype, backend=name) for name in (runner.backend, "reference")
+            )
+            for x, y in zip(found, right, strict=True):
+                assert torch.equal(x.isnan(), y.isnan())
+                bits = [z.masked_fill(z.isnan(), 7).view(torch.uint8) for z in (x, y)]
+                assert torch.equal(*bits)
 
 
 @pytest.mark.parametrize(
     "kv",
     [
         "",
-        *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("int8/token_head", "fp8_e5m2/token_head", "int4/tensor")),
+        *(pytest.param(f"{kv}/token_head", marks=pytest.mark.slow) for kv in ("int8", "fp8_e5m2", "k5v4")),
     ],
 )  # fmt: skip
 @each_way
@@ -179,7 +197,8 @@ def test_results_larger_than_a_cache_are_the_same(kv: str, runner: Runner, monke
             gather_kv(built.layer, built.batch, 3, dtype=dtype, backend=name) for name in (runner.backend, "reference")
         )
         assert max(x.numel() * x.element_size() for x in found) > 8 << 20
-        assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+        for x, y in zip(found, right, strict=True):
+            assert_held(x, y, kv)
 
 
 def bad_calls() -> dict[str, tuple[dict[str, object], str]]:

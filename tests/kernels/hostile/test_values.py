@@ -41,7 +41,7 @@ HIDDEN = (
     replace(CHUNKS, dims=(64, 48), layout="mla"),
     *(
         replace(CHUNKS, dtype="bfloat16", kv=kv, layout="HND")
-        for kv in ("fp8_e4m3/tensor", "fp8_e5m2/tensor", "int8/token_head", "int4/token_head")
+        for kv in ("fp8_e4m3/tensor", "fp8_e5m2/tensor", "int8/token_head", "k8v4/token_head", "k5v4/calibrated")
     ),
     replace(CHUNKS, kv="int8/token_head"),
 )

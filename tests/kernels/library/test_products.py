@@ -374,8 +374,8 @@ def by_fa3(by_cudnn: list[Shape], monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
         reference.paged_attention(
             AttentionCall(
-                x["k"], x["v"], None, None, x["softmax_scale"], x["is_causal"], None if left < 0 else left + 1, None,
-                x["softcap"], None if sinks is None else sinks.float(), None, None, q, x["page_table"], None,
+                x["k"], x["v"], None, None, None, x["softmax_scale"], x["is_causal"], None if left < 0 else left + 1,
+                None, x["softcap"], None if sinks is None else sinks.float(), None, None, q, x["page_table"], None,
                 x["seqused_k"], x["cu_seqlens_q"], x["max_seqlen_q"], x["max_seqlen_k"], None, None, out, lse,
             )
         )  # fmt: skip

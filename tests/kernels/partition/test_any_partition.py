@@ -162,9 +162,9 @@ class Shape(NamedTuple):
         starts = torch.tensor([0, *itertools.accumulate(self.queries)], dtype=torch.int32)
         causal_of = None if self.causal_of is None else torch.tensor(self.causal_of)
         return AttentionCall(
-            pool, pool.clone(), None, None, 0.125, self.causal, self.window, self.right, 0.0, None, None, self.split,
-            q, torch.zeros(B, 1, dtype=torch.int32), None, torch.tensor(self.lengths, dtype=torch.int32), starts,
-            max(self.queries), max(self.lengths), None, causal_of, out, lse,
+            pool, pool.clone(), None, None, None, 0.125, self.causal, self.window, self.right, 0.0, None, None,
+            self.split, q, torch.zeros(B, 1, dtype=torch.int32), None, torch.tensor(self.lengths, dtype=torch.int32),
+            starts, max(self.queries), max(self.lengths), None, causal_of, out, lse,
         )  # fmt: skip
 
     def sees(self, b: int, query: int) -> tuple[int, int]:

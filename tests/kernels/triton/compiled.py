@@ -40,6 +40,7 @@ def typical_call(**changes: Any) -> Any:
     import torch
 
     from pagedkv.kernels.args import AttentionCall
+    from pagedkv.spec import BITS, ELEMENTS
     from tests.cases import DTYPES
 
     sizes = {"B": 8, "q_len": 1, "n": 4096, "H": 32, "K": 8, "D": 128, "Dv": 128, "S": 16, "pages": 8192}
@@ -47,17 +48,19 @@ def typical_call(**changes: Any) -> Any:
     options = {name: changes.pop(name) for name in [*changes] if name not in given}
     g = given | changes
     B, T = g["B"], g["B"] * g["q_len"]
-    dtype, stored = DTYPES[g["dtype"]], DTYPES[g["kv"].partition("/")[0] or g["dtype"]]
-    half = 2 if stored == torch.uint8 else 1
+    kind, _, scales = g["kv"].partition("/")
+    dtype, elements = DTYPES[g["dtype"]], ELEMENTS[kind or g["dtype"]]
 
-    def pool(dim: int) -> torch.Tensor:
-        return torch.empty(4, g["K"], g["S"], dim // half, dtype=stored).transpose(1, 2)
+    def pool(dim: int, element: str) -> torch.Tensor:
+        stored = DTYPES[element]
+        size = dim * BITS[element] // 8 // stored.itemsize
+        return torch.empty(4, g["K"], g["S"], size, dtype=stored).transpose(1, 2)
 
-    k = pool(g["D"])
-    v = k[..., : g["Dv"]] if g["mla"] else pool(g["Dv"])
-    scale = {"": None, "tensor": torch.ones(()), "token_head": torch.ones(4, g["K"], g["S"]).transpose(1, 2)}[
-        g["kv"].partition("/")[2]
-    ]
+    k = pool(g["D"], elements[0])
+    v = k[..., : g["Dv"]] if g["mla"] else pool(g["Dv"], elements[1])
+    scale = torch.ones(()) if scales == "tensor" else torch.ones(4, g["K"], g["S"]).half().transpose(1, 2)
+    scale = scale if scales else None
+    calibration = torch.ones(g["K"], 2, g["D"]) if scales == "calibrated" else None
     ints = {"table": torch.zeros(B, g["pages"], dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
     starts = torch.arange(B + 1, dtype=torch.int32) * g["q_len"]
     heads = torch.ones(g["H"])
@@ -65,7 +68,7 @@ def typical_call(**changes: Any) -> Any:
     lse = torch.empty(T, g["H"])
     tree = torch.ones(T, g["q_len"], dtype=torch.bool) if options.get("tree") else None
     return AttentionCall(
-        k, v, scale, scale,
+        k, v, scale, scale, calibration,
         0.1, options.get("causal", True), options.get("window"), options.get("right"), options.get("softcap", 0.0),
         heads if options.get("sinks") else None, heads if options.get("alibi") else None, options.get("split_tokens"),
         q, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"],
@@ -79,7 +82,7 @@ def attention(**changes: Any) -> None:
     paged_attention(typical_call(**changes))
 
 
-QUANTISED = ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
+QUANTISED = ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "k8v4/token_head", "k5v4/calibrated")
 INVARIANT = {"B": 3, "q_len": 40, "n": 150, "H": 8, "K": 1, "D": 64, "Dv": 64, "split_tokens": 128}
 """A batch with both tiles of decode, and prefill."""
 NEIGHBOURS = {"alone": {"B": 1}, "many": {"B": 40, "n": 9000}, "a long table": {"pages": 8191}, "some": {"some": True}}
@@ -109,12 +112,8 @@ LAUNCHES: dict[str, Any] = {
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
     "decode, mla, V next to K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64),
-    "decode, mla int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
     "decode, mla float32": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, dtype="float32"),
     "decode, mla float32, V next to K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32"),
-    "decode, mla float32 over int4": lambda: attention(
-        H=128, K=1, D=576, Dv=512, S=64, dtype="float32", kv="int4/token_head"
-    ),
     "decode, other steps": lambda: [attention(B=B, n=n) for B, n in ((9, 1040), (16, 17), (12, 4096), (15, 50000))],
     "drafts": lambda: attention(q_len=8),
     "drafts, every option": lambda: attention(q_len=8, **EVERYTHING),
@@ -123,11 +122,14 @@ LAUNCHES: dict[str, Any] = {
     "prefill, head 64": lambda: attention(q_len=1024, D=64, Dv=64),
     "prefill, head 256": lambda: attention(q_len=1024, D=256, Dv=256),
     "prefill, float32": lambda: attention(q_len=1024, dtype="float32"),
-    "prefill, float32 over int4, head 256": lambda: attention(
-        q_len=1024, D=256, Dv=256, dtype="float32", kv="int4/token_head"
+    "prefill, float32 over k5v4, head 256": lambda: attention(
+        q_len=1024, D=256, Dv=256, dtype="float32", kv="k5v4/calibrated"
     ),
     "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
     "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
+    "decode, k5v4, head 80": lambda: attention(D=80, Dv=80, kv="k5v4/token_head"),
+    "decode, k5v4, every option": lambda: attention(q_len=4, kv="k5v4/calibrated", **EVERYTHING),
+    "prefill, k5v4": lambda: attention(q_len=1024, kv="k5v4/calibrated"),
     "invariant": lambda: attention(**INVARIANT),
     "invariant, tree": lambda: attention(**INVARIANT, tree=True),
     **{f"invariant, {name}": (lambda one=one: attention(**INVARIANT | one)) for name, one in NEIGHBOURS.items()},
@@ -136,7 +138,6 @@ LAUNCHES: dict[str, Any] = {
     "split, mla": lambda: attention(q_len=64, H=128, K=1, D=576, Dv=512, S=64, mla=True, split_tokens=512),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "prefill, mla, V next to K": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64),
-    "prefill, mla int4": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
 }  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def write(kv: str = "", rope: bool = False) -> None:
     call = typical_call(kv=kv)
     new = torch.empty(256, call.k.shape[2], 128, dtype=torch.bfloat16)
     ints, table = torch.zeros(256, dtype=torch.int64), torch.zeros(4096, 64) if rope else None
-    write_kv(WriteCall(*call[:4], table, table, False, new, new, ints, ints))
+    write_kv(WriteCall(*call[:5], table, table, False, new, new, ints, ints))
 
 
 def gather(kv: str = "") -> None:
@@ -159,7 +160,7 @@ def gather(kv: str = "") -> None:
     from pagedkv.kernels.triton.backend import gather_kv
 
     call = typical_call(kv=kv)
-    source = GatherSource(*call[:4], call.block_table, call.rows, call.seq_lens, torch.zeros_like(call.seq_lens))
+    source = GatherSource(*call[:5], call.block_table, call.rows, call.seq_lens, torch.zeros_like(call.seq_lens))
     out = torch.empty(4096, call.k.shape[2], 128, dtype=torch.bfloat16)
     gather_kv(GatherCall(source, source.starts(), out, out.clone()))
 

@@ -115,7 +115,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({"split_tokens": 256, "window": 300}, "_decode_kernel _merge_kernel"),
         ({"B": 1, "q_len": 64}, "_prefill_kernel"),
         ({"q_len": 64, "tree": True, "sinks": True}, "_decode_kernel _merge_kernel _prefill_kernel"),
-        ({"kv": "int4/token_head", "q_len": 4, "alibi": True, "softcap": 3.0}, "_decode_kernel _merge_kernel"),
+        ({"kv": "k5v4/calibrated", "q_len": 4, "alibi": True, "softcap": 3.0}, "_decode_kernel _merge_kernel"),
     ],
     ids=str,
 )
@@ -125,10 +125,10 @@ def test_the_host_reads_no_tensor_to_launch(changes: dict[str, Any], kernels: st
     assert unreadable == kernels.split()
     new, ints = torch.empty(8, 2, 128), torch.zeros(8, dtype=torch.int64)
     angles = torch.zeros(64, 32), torch.zeros(64, 32)
-    backend.write_kv(WriteCall(*call[:4], *angles, False, new, new, ints, ints))
+    backend.write_kv(WriteCall(*call[:5], *angles, False, new, new, ints, ints))
     backend.copy_frames(torch.empty(8, 64), torch.zeros(4, 2, dtype=torch.int32))
-    source = GatherSource(call.k, call.v, *[None] * 2, call.block_table, call.rows, call.seq_lens, call.seq_lens)
-    starts, out = torch.zeros(len(call.seq_lens) + 1, dtype=torch.int64), torch.empty(8, 2, call.k.shape[-1])
+    source = GatherSource(*call[:5], call.block_table, call.rows, call.seq_lens, call.seq_lens)
+    starts, out = torch.zeros(len(call.seq_lens) + 1, dtype=torch.int64), torch.empty(8, 2, 128)
     backend.gather_kv(GatherCall(source, starts, out, out))
     assert unreadable[-4:] == ["_write_kernel", "_copy_kernel", "_copy_kernel", "_gather_kernel"]
 
@@ -153,19 +153,10 @@ def test_a_gpu_that_no_table_names_gets_tiles_that_fit_it(arch: str) -> None:
         assert tuned.M in (16, 32, 64, 128)
 
 
-@pytest.mark.parametrize(("arch", "refused"), [("sm_89", True), ("sm_90", False)])
-def test_float32_over_int4_is_refused_where_such_wide_heads_do_not_fit(
-    arch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "target", lambda device: tuning.Target(arch, 1))
-    case = registry.Case(device="cuda", dtype="float32", kv_dtype="int4", head_dim=576, head_dim_v=512)
-    found = specialisation.why_no_specialisation(case)
-    assert [why.partition(":")[2] for why in found] == [" take q in bfloat16"] * refused
-    for served in (
-        case._replace(dtype="bfloat16"),
-        case._replace(kv_dtype="int8"),
-        case._replace(head_dim=256, head_dim_v=256),
-    ):
+def test_rotated_heads_are_refused_where_they_are_too_wide() -> None:
+    case = registry.Case(kv_dtype="k8v4", head_dim=320, head_dim_v=64)
+    assert "k8v4 heads of 320 elements" in specialisation.why_no_specialisation(case)[0]
+    for served in (case._replace(kv_dtype="int8"), case._replace(head_dim=256)):
         assert not specialisation.why_no_specialisation(served)
 
 

@@ -51,21 +51,15 @@ MORE_SPILLS has the exceptions, with their causes.
 """
 
 MORE_SPILLS = {
-    ("prefill, float32 over int4, head 256", "sm_90"): (32, "products of TF32 of each nibble, and 256 columns"),
-    ("prefill, float32 over int4, head 256", "sm_100"): (45, "as above"),
-    ("prefill, float32 over int4, head 256", "sm_120"): (18, "as above"),
-    ("decode, float32 over fp8, head 256", "sm_80"): (31, "products of TF32, and 256 columns of float32"),
-    ("decode, float32 over fp8, head 256", "sm_89"): (19, "as above"),
-    ("decode, float32 over fp8, head 256", "sm_90"): (69, "as above"),
-    ("decode, float32 over fp8, head 256", "sm_100"): (21, "as above"),
-    ("decode, float32 over fp8, head 256", "sm_120"): (17, "as above"),
+    ("prefill, float32 over k5v4, head 256", "sm_90"): (76, "products of TF32 of each nibble, and 256 columns"),
+    ("decode, k5v4, every option", "sm_90"): (64, "as without k5v4, and accumulators of two parts in one warp"),
+    ("decode, float32 over fp8, head 256", "sm_90"): (22, "products of TF32, and 256 columns of float32"),
     ("decode, every option", "sm_90"): (22, "a mask's words, slopes, bounds and scales of each row"),
     ("decode, every option", "sm_100"): (29, "as above"),
     ("prefill, head 256", "sm_100"): (28, "accumulators of [64, 256] and scores on their way through tensor memory"),
     ("prefill, head 256", "gfx950"): (64, "accumulators of [64, 256] in vector registers"),
     ("decode, mla float32", "gfx950"): (30, "accumulators and keys of 512 columns of float32"),
-    ("decode, mla int4", "gfx950"): (76, "even and odd nibbles of 576, padded to 512 columns each"),
-    ("prefill, fp8", "sm_120"): (32, "converted keys, [128, 128] accumulators"),
+    ("prefill, k5v4", "sm_120"): (18, "converted keys, two accumulators of [64, 64]"),
     ("split, every option", "sm_100"): (69, "words of a mask, slopes and bounds of windows, scores of [128, 64]"),
     ("split, every option", "gfx942"): (76, "two walks, each with words of a mask, slopes and bounds of windows"),
     ("split, every option", "gfx950"): (121, "as above"),
@@ -73,14 +67,8 @@ MORE_SPILLS = {
     ("split, 32 heads of 128", "gfx950"): (43, "as above"),
 }
 
-ALL = [
-    (name, arch)
-    for arch in PROCESSORS
-    for name in LAUNCHES
-    if (name, SHARED[arch]) != ("decode, mla float32 over int4", 99 << 10) and not name.startswith("invariant")
-]
-"""All launches, except float32 over int4 with wide heads where specialisation.why_no_specialisation refuses it, and
-those that the laws of a batch compare."""
+ALL = [(name, arch) for arch in PROCESSORS for name in LAUNCHES if not name.startswith("invariant")]
+"""All launches, except those that the laws of a batch compare."""
 
 TENSOR_CORES = {
     "sm_80": "HMMA",
@@ -125,10 +113,10 @@ def attends_well(name: str, arch: str, launch: dict[str, Any], where: str) -> No
         # F2F and I2F convert an element at a time, 16 each cycle; float32 queries take narrow elements through float32
         assert "float32" in name or not launch["slow_conversions"], f"slow conversions in {where}"
         assert slow or launch["async"] > 0, f"loads wait in {where}"
-        if "int4" not in name:  # an int4 head has 64 bytes, too few for wide loads
+        if "v4" not in name:  # a head of nibbles has 64 bytes, too few for wide loads
             assert launch["wide"] >= 4, f"few loads of 16 bytes in {where}"
     # a tile of 32 one-byte keys has less than 16 bytes for each of 256 threads
-    elif "int" not in name and "fp8" not in name and not {"head 64", "192/128"} & {*name.split(", ")}:
+    elif not any(kind in name for kind in ("int", "fp8", "v4")) and not {"head 64", "192/128"} & {*name.split(", ")}:
         assert launch["wide"] >= 4, f"few loads of 16 bytes in {where}"
 
 

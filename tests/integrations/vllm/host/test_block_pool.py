@@ -29,7 +29,7 @@ from pagedkv.integrations import vllm as plugin
 from pagedkv.integrations.vllm import scheduler
 from pagedkv.integrations.vllm.block_pool import PagedBlockPool
 from pagedkv.integrations.vllm.offload import PagedOffloadingSpec
-from pagedkv.integrations.vllm.scheduler import PagedAsyncScheduler, PagedSyncScheduler
+from pagedkv.integrations.vllm.scheduler import _PagedAsyncScheduler, _PagedSyncScheduler
 
 BLOCK = 16
 SIZES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -174,7 +174,7 @@ def test_references_of_the_null_block_are_those_of_vllm() -> None:
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "vllm_version", lambda: ("0.40.0", True))
-    for make in (PagedSyncScheduler, PagedAsyncScheduler, PagedOffloadingSpec):
+    for make in (_PagedSyncScheduler, _PagedAsyncScheduler, PagedOffloadingSpec):
         with pytest.raises(InvalidRequest, match="vLLM 0.40.0 is installed"):
             make(None)
 

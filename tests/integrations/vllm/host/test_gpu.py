@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.gpu import PagedGpuBackend, PagedGpuImpl, PagedGpuMetadataBuilder
+from pagedkv.integrations.vllm.gpu import PagedGpuBackend, _PagedGpuImpl, _PagedGpuMetadataBuilder
 from tests.integrations.vllm.host.engines import MODELS, generate, model_in, prompts
 
 LAYER: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
@@ -20,7 +20,7 @@ LAYER: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_layer_stores_and_attends_in_its_window(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
-    layer = PagedGpuImpl(4, 16, 0.25, num_kv_heads=2, alibi_slopes=[0.0] * 4, sliding_window=1)
+    layer = _PagedGpuImpl(4, 16, 0.25, num_kv_heads=2, alibi_slopes=[0.0] * 4, sliding_window=1)
     cache, slots = torch.full((4, 2, 8, 32), torch.nan), torch.tensor([8, 9])
     k = torch.ones(2, 2, 16)
     v = k * torch.tensor([3.0, 5.0])[:, None, None]
@@ -35,7 +35,7 @@ def test_a_layer_stores_and_attends_in_its_window(invariant: bool, monkeypatch: 
         max_seq_len=2,
         causal=True,
     )
-    builder = PagedGpuMetadataBuilder(None, [], None, torch.device("cpu"))
+    builder = _PagedGpuMetadataBuilder(None, [], None, torch.device("cpu"))
     out = torch.zeros(3, 64)  # one row of padding
     args = (LAYER, torch.randn(3, 4, 16), k, v, cache, builder.build(0, common), out)
     layer.forward(*args)
@@ -53,9 +53,9 @@ def test_the_backend_is_a_whole_one() -> None:
     assert PagedGpuBackend.supports_batch_invariance()
     assert PagedGpuBackend.supports_block_size(16)
     assert not PagedGpuBackend.supports_block_size(12)
-    assert PagedGpuBackend.get_impl_cls() is PagedGpuImpl
+    assert PagedGpuBackend.get_impl_cls() is _PagedGpuImpl
     with pytest.raises(InvalidRequest, match="type encoder"):
-        PagedGpuImpl(4, 16, 0.25, attn_type="encoder")
+        _PagedGpuImpl(4, 16, 0.25, attn_type="encoder")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.config import (
 
 from pagedkv.integrations.vllm import offload
 from pagedkv.integrations.vllm.chunks import ChunkCopies
-from pagedkv.integrations.vllm.offload import CpuWorker
+from pagedkv.integrations.vllm.offload import _CpuWorker
 from tests.integrations.vllm.host.engines import generate, model_in, prompts
 
 JOB: dict[str, Any] = {"prompts": prompts(6, 2000), "rounds": 1}
@@ -108,7 +108,7 @@ def test_the_name_of_a_chunk_covers_what_decides_its_bytes_in_both_versions() ->
 @pytest.mark.parametrize("options", [{}, {"expedited": True}], ids=["0.32", "0.33"])
 def test_a_load_is_asked_for_in_the_forms_of_both_versions(options: dict[str, Any]) -> None:
     blocks, chunks = torch.zeros(3, 8, dtype=torch.int8), torch.arange(16, dtype=torch.int8).view(2, 1, 8)
-    worker = CpuWorker.__new__(CpuWorker)  # without host memory that processes share
+    worker = _CpuWorker.__new__(_CpuWorker)  # without host memory that processes share
     worker._copies, worker._ended = ChunkCopies([blocks], [chunks], [[(0, 8)]]), []
     to = SimpleNamespace(block_ids=np.array([2]), group_sizes=[1], block_indices=[0])
     assert worker.submit_load(7, SimpleNamespace(block_ids=np.array([1])), to, **options)
