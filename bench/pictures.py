@@ -85,7 +85,7 @@ PICTURES: Final = {
         ("attention", "baseline-avx512_bf16"),
         ({"bench": ("attention",), "shape": tuple(
             f"4 x 4,096 {kind} block 16 32/8/128 2 thr"
-            for kind in ("bfloat16", "float32", "bfloat16 kv fp8_e4m3", "bfloat16 kv int8", "bfloat16 kv int4")),
+            for kind in ("bfloat16", "float32", "bfloat16 kv fp8_e4m3", "bfloat16 kv int8")),
           "variant": ("cpu", "sdpa", "vllm")},),
         "4 × 4,096 tokens, 32/8 heads of 128, 2 threads. SDPA reads contiguous KV.",
     ),
@@ -103,7 +103,7 @@ PICTURES: Final = {
         ({"case": ("ceiling",),
           "pattern": ("read", "read, random 32 KiB", "read, random 4 KiB", "copy"), **MOVES},
          {"case": ("decode",), "batch": (4,), "context": (4096,), "block_size": (16,), "heads": ("32/8",),
-          "head_dim": (128,), "kv": ("bfloat16", "int4"), "dtype": ("bfloat16",), **MOVES},
+          "head_dim": (128,), "kv": ("bfloat16", "int8"), "dtype": ("bfloat16",), **MOVES},
          {"case": ("linear", "write_kv", "gather_kv", "copy_frames"), "operation": ("norm_gate_up",),
           "tokens": (1, 8, 2048), "kv": ("bfloat16",), "frame_KiB": (2048,), "order": ("random",), **MOVES}),
         "2 threads. decode: 4 × 4,096 tokens. linear: norm_gate_up of an 8B model.",

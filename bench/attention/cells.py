@@ -85,7 +85,7 @@ class Cell:
 
 
 BASE: Final = Cell()
-_PLAIN, _NARROW = ("bfloat16", "float32", "float16"), ("fp8_e4m3", "int8", "int4")
+_PLAIN, _NARROW = ("bfloat16", "float32", "float16"), ("fp8_e4m3", "int8", "k8v4", "k5v4")
 _TYPES: Final = (*((dtype, "") for dtype in _PLAIN), *(("bfloat16", kv) for kv in _NARROW))
 
 

@@ -18,6 +18,7 @@ import torch
 from pagedkv import KVLayer, PagedBatch
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.kernels import quant
+from pagedkv.spec import ELEMENTS
 
 POOL_BYTES: Final = 384 << 20
 NOISE: Final = 1 << 16
@@ -53,7 +54,7 @@ class Pool:
         size = self.bytes_of(cell)
         self.num_frames = size // self.frame_bytes
         self.bytes = (region_of(size) if region is None else region)[:size]
-        self.layer = KVLayer(**{name: self._view(name, offset) for name, (offset, _) in spec.regions().items()})
+        self.layer = KVLayer(**{name: self._view(name, *region) for name, region in spec.regions().items()})
 
     @staticmethod
     def bytes_of(cell: Cell) -> int:
@@ -61,11 +62,10 @@ class Pool:
         frame_bytes = cell.spec().frame_bytes
         return max(sum(-(-n // cell.block_size) for n in cell.lens()), POOL_BYTES // frame_bytes) * frame_bytes
 
-    def _view(self, name: str, offset: int) -> torch.Tensor:
+    def _view(self, name: str, offset: int, num_bytes: int) -> torch.Tensor:
         cell, is_scale = self.cell, name.endswith("_scale")
-        stored = cell.kv or cell.dtype
-        dtype = torch.float32 if is_scale else quant.DTYPES[stored]
-        dim = 1 if is_scale else cell.head_dim // (2 if stored == "int4" else 1)
+        dtype = torch.float16 if is_scale else quant.DTYPES[ELEMENTS[cell.kv or cell.dtype][name == "v"]]
+        dim = num_bytes // (cell.kv_heads * cell.block_size * dtype.itemsize)
         shape = (self.num_frames, cell.block_size, cell.kv_heads, dim)
         strides = (self.frame_bytes // dtype.itemsize, dim, cell.block_size * dim, 1)
         view = self.bytes.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)

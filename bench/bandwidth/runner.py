@@ -26,7 +26,7 @@ from pagedkv.kernels import cpu
 
 Row = dict[str, Any]
 Report = Callable[[Row], None]
-KV: Final = ("bfloat16", "fp8_e4m3", "int8", "int4")
+KV: Final = ("bfloat16", "fp8_e4m3", "int8", "k8v4", "k5v4")
 CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear")
 
 

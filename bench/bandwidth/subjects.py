@@ -26,7 +26,6 @@ from pagedkv.bench.attention.runner import KINDS, PLAIN, not_here
 from pagedkv.bench.bandwidth.ceilings import KIB, Region
 from pagedkv.bench.clock import Step
 from pagedkv.kernels import linear, quant
-from pagedkv.spec import BITS
 
 NAMES: Final = {"cpu": "pagedkv", "numba": "pagedkv, numba", "reference": "pagedkv, reference"}
 """backend: the variant of its rows."""
@@ -72,18 +71,12 @@ def ceilings(region: Region) -> Iterator[Subject]:
         yield Subject("ceiling", {"pattern": name}, region.window, bound, {"memory": step})
 
 
-def token_bytes(cell: Cell) -> int:
-    """Return the bytes of K and V of one token as they are stored, with their scales."""
-    spec = cell.spec()
-    return cell.kv_heads * (2 * cell.head_dim * BITS[spec.stored_dtype] // 8 + (8 if spec.quantised else 0))
-
-
 def decodes(cells: Iterable[Cell], region: Region, kernels: Sequence[str]) -> Iterator[Subject]:
     """Yield decode attention over the cells."""
     for cell in cells:
         axes = {name: getattr(cell, name) for name in ("batch", "context", "block_size", "head_dim", "dtype")}
         axes |= {"heads": f"{cell.heads}/{cell.kv_heads}", "kv": cell.kv or cell.dtype}
-        num_bytes = sum(cell.lens()) * token_bytes(cell)
+        num_bytes = sum(cell.lens()) * cell.spec().bytes_per_token
         yield Subject("decode", axes, num_bytes, "read", _kernels(cell, region, kernels))
 
 
@@ -92,7 +85,7 @@ def writes(kinds: Iterable[tuple[str, str]], region: Region, kernels: Sequence[s
     for dtype, kv in kinds:
         cell = Cell("write", batch=1, context=2048, new=2048, dtype=dtype, kv=kv)
         fresh = cell.kv_heads * 2 * cell.head_dim * quant.DTYPES[dtype].itemsize
-        num_bytes = cell.new * (fresh + token_bytes(cell))
+        num_bytes = cell.new * (fresh + cell.spec().bytes_per_token)
         axes = {"tokens": cell.new, "dtype": dtype, "kv": kv or dtype}
         yield Subject("write_kv", axes, num_bytes, "copy", _kernels(cell, region, kernels))
 
@@ -124,7 +117,7 @@ def gathers(kinds: Iterable[str], region: Region) -> Iterator[Subject]:
             continue
         pool, tokens = Pool(cell, region.bytes), sum(cell.lens())
         out = tuple(torch.zeros(tokens, cell.kv_heads, cell.head_dim, dtype=torch.bfloat16) for _ in range(2))
-        num_bytes = tokens * token_bytes(cell) + sum(part.nbytes for part in out)
+        num_bytes = tokens * cell.spec().bytes_per_token + sum(part.nbytes for part in out)
         variants: dict[str, Step | str] = {"pagedkv": _gather(pool, out)}
         variants["torch"] = "its indexing does not dequantise" if cell.kv else _indexed(pool, out)
         axes = {"batch": cell.batch, "context": cell.context, "kv": kv}

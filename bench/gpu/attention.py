@@ -38,7 +38,8 @@ LARGE_PAGES: Final = replace(BASE, block_size=128)
 RAGGED: Final = replace(BASE, lengths="zipf")
 FP8: Final = replace(BASE, kv="fp8_e4m3")
 INT8: Final = replace(BASE, kv="int8")
-INT4: Final = replace(BASE, kv="int4")
+K8V4: Final = replace(BASE, kv="k8v4")
+K5V4: Final = replace(BASE, kv="k5v4")
 DRAFTS: Final = replace(BASE, new=8)
 ONE_4K: Final = replace(BASE, batch=1)
 PROMPT: Final = replace(BASE, kind="prefill", batch=1, new=8192, context=8192)
@@ -47,15 +48,15 @@ CHUNK: Final = replace(PROMPT, new=2048, context=32768)
 
 Groups = tuple[tuple[Cell, ...], ...]
 QUICK: Final[Groups] = (
-    (BASE, LARGE_PAGES, RAGGED, FP8, INT8, INT4, DRAFTS),
+    (BASE, LARGE_PAGES, RAGGED, FP8, INT8, K8V4, K5V4, DRAFTS),
     *((cell,) for cell in (MIDDLE, ONE, LONG, ONE_LONG, ONE_4K)),
 )
 GROUPS: Final[Groups] = (
-    (BASE, LARGE_PAGES, RAGGED, FP8, INT8, INT4, DRAFTS),
+    (BASE, LARGE_PAGES, RAGGED, FP8, INT8, K8V4, K5V4, DRAFTS),
     *((cell,) for cell in (LONG, MIDDLE, ONE, replace(BASE, head_dim=64), replace(BASE, heads=28, kv_heads=4))),
     *((cell,) for cell in (replace(BASE, kv_heads=32, batch=8), replace(BASE, batch=128, context=1024))),
     *(
-        tuple(replace(BASE, batch=batch, context=context, kv=kv) for kv in ("", "fp8_e4m3", "int8", "int4"))
+        tuple(replace(BASE, batch=batch, context=context, kv=kv) for kv in ("", "fp8_e4m3", "int8", "k8v4", "k5v4"))
         for batch, context in ((1, 4096), (1, 32768), (8, 8192))
     ),
 )
@@ -105,12 +106,12 @@ MUSTS: Final = (
     Must(ONE, "us", 10),
     Must(BASE, "ratio", 1.08, LARGE_PAGES, on=""),
     Must(RAGGED, "ratio", 1.10, BASE, on=""),
-    *(Must(cell, "ratio", 1 / 1.5, BASE, on="") for cell in (FP8, INT8, INT4)),
+    *(Must(cell, "ratio", 1 / 1.5, BASE, on="") for cell in (FP8, INT8)),
     *(Must(cell, "TFLOP_per_s", 400, by="triton") for cell in (PROMPT, CHUNK)),
     Must(PROMPT, "TFLOP_per_s", 550, by="library"),
     Must(BASE, "of_ceiling", 0.90, by="cuda"),
     Must(LONG, "of_ceiling", 0.90, by="cuda"),
-    *(Must(cell, "of_ceiling", share, by="cuda") for cell, share in ((FP8, 0.83), (INT8, 0.78), (INT4, 0.46))),
+    *(Must(cell, "of_ceiling", share, by="cuda") for cell, share in ((FP8, 0.83), (INT8, 0.78))),
     *(Must(cell, "of_ceiling", 0.95, on="H100", by="cuda") for cell in (BASE, LONG)),
     Must(MIDDLE, "us", 41, by="cuda"),
     Must(ONE_LONG, "us", 41, by="cuda"),
@@ -118,7 +119,7 @@ MUSTS: Final = (
     Must(ONE_4K, "us", 11, by="cuda"),
     Must(BASE, "ratio", 1.05, LARGE_PAGES, on="", by="cuda"),
     Must(RAGGED, "ratio", 1.05, BASE, on="", by="cuda"),
-    *(Must(cell, "ratio", 1 / 1.6, BASE, on="", by="cuda") for cell in (FP8, INT8, INT4)),
+    *(Must(cell, "ratio", 1 / 1.6, BASE, on="", by="cuda") for cell in (FP8, INT8, K8V4, K5V4)),
     Must(DRAFTS, "ratio", 1.15, BASE, on="", by="cuda"),
     Must(BASE, "ratio", 1.05, BASE, on="", variant=SPLIT),
 )

@@ -1,8 +1,8 @@
 """The read ceiling of a GPU: `python -m pagedkv.bench.gpu.ceiling`.
 
     contiguous     one run of memory
-    random runs    runs in random order: the key or value heads of 128 in pages of 16, in int4 (1 KB), in 8 bits (2 KB)
-                   and in 16 (4 KB), and in pages of 128 (32 KB)
+    random runs    runs in random order: the key or value heads of 128 in pages of 16, in 4 bits (1 KB), in 8 (2 KB) and
+                   in 16 (4 KB), and in pages of 128 (32 KB)
 
 Each kernel keeps one number of each block and does nothing else. Grid: one program per BLOCK words of 8 bytes; 16 bytes
 per thread and load, all loads of a program in flight together. The kernel of the random runs differs in its addresses

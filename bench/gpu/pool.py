@@ -14,12 +14,13 @@ import torch
 from pagedkv import KVLayer, PagedBatch
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.kernels import quant
+from pagedkv.spec import ELEMENTS
 
 ROTATED_BYTES: Final = 512 << 20
 """Bytes that the calls of one graph read together, at least: several times the L2 cache of any GPU."""
 
-SCALE: Final = {"int4": 0.25, "int8": 1 / 32}
-"""The scale of a token that stores numbers from -2 to 2, or from -4 to 4. The scale of 8-bit floats is 1."""
+SCALE: Final = {"code4": 1 / 46, "int5": 1 / 8, "int8": 1 / 32}
+"""The scale of a token that stores numbers of about 1 in these elements. The scale of 8-bit floats is 1."""
 
 AT_ONCE: Final = 1 << 26
 """Elements that are drawn at once."""
@@ -41,29 +42,30 @@ class GpuPool:
         self.num_frames = max(sum(self.pages) * min(self.calls, 4), -(-2 * ROTATED_BYTES // spec.frame_bytes))
         size = self.num_frames * spec.frame_bytes
         self.bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-        views = {name: self._view(name, offset) for name, (offset, _) in spec.regions().items()}
+        views = {name: self._view(name, *place) for name, place in spec.regions().items()}
         self.layer = KVLayer(**{"v": views["k"][..., : spec.value_dim]} | views)
         for stored in (self.layer.k, self.layer.v):
             self._draw(stored)
 
-    def _view(self, name: str, offset: int) -> torch.Tensor:
+    def _view(self, name: str, offset: int, num_bytes: int) -> torch.Tensor:
         spec, is_scale = self.cell.spec(), name.endswith("_scale")
-        dtype = torch.float32 if is_scale else quant.DTYPES[spec.stored_dtype]
-        dim = 1 if is_scale else spec.head_dim // (2 if spec.stored_dtype == "int4" else 1)
+        element = ELEMENTS[spec.stored_dtype][name.startswith("v")]
+        dtype = torch.float16 if is_scale else quant.DTYPES[element]
+        dim = num_bytes // (spec.num_kv_heads * spec.block_size * dtype.itemsize)
         shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
         strides = (self.frame_bytes // dtype.itemsize, dim, spec.block_size * dim, 1)
         view = self.bytes.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
         if is_scale:
-            view.copy_(torch.rand(shape, device=self.device).add_(0.5).mul_(SCALE.get(spec.stored_dtype, 1.0)))
+            view.copy_(torch.rand(shape, device=self.device).add_(0.5).mul_(SCALE.get(element, 1.0)))
         return view[..., 0] if is_scale else view
 
     def _draw(self, stored: torch.Tensor) -> None:
-        kind, (frames, *rest) = self.cell.spec().stored_dtype, stored.shape
+        frames, *rest = stored.shape
         for part in stored.split(max(1, AT_ONCE // (stored.numel() // frames))):
             shape = (len(part), *rest)
-            if kind == "int4":
+            if stored.dtype == torch.uint8:
                 part.copy_(torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device))
-            elif kind == "int8":
+            elif stored.dtype == torch.int8:
                 part.copy_(torch.randn(shape, device=self.device).mul_(32).round_().clamp_(-127, 127))
             else:
                 part.copy_(torch.randn(shape, device=self.device))

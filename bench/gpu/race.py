@@ -39,11 +39,12 @@ CELLS: Final = (
     attention.LONG,
     attention.FP8,
     replace(attention.BASE, kv="int8"),
-    replace(attention.BASE, kv="int4"),
+    replace(attention.BASE, kv="k8v4"),
+    replace(attention.BASE, kv="k5v4"),
     attention.DRAFTS,
     replace(attention.RAGGED, batch=5, context=9000, block_size=48),
 )
-TOLERANCE: Final = {"": 2.0, "fp8_e4m3": 4.0, "fp8_e5m2": 4.0, "int8": 4.0, "int4": 16.0}
+TOLERANCE: Final = {"": 2.0, "fp8_e4m3": 4.0, "fp8_e5m2": 4.0, "int8": 4.0, "k8v4": 4.0, "k5v4": 4.0}
 FLOOR: Final = 1e-5
 JUDGED: Final = 2
 """Sequences of a cell that are compared with float64: the first, which is the longest, and the last."""

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import compiler
 from pagedkv.kernels.cuda.specialisation import AttentionSpecialisation, KeyLayout, RowClass, specialise
-from pagedkv.spec import KINDS
+from pagedkv.spec import ELEMENTS, NUMBERS
 
 _INSTRUCTION: Final = re.compile(r"\s+/\*([0-9a-f]{4,6})\*/\s+(.*);")
 _LABEL: Final = re.compile(r"(\.L_x_\d+):")
@@ -58,8 +58,8 @@ class Instruction:
         return self.name.partition(".")[0]
 
     def is_a(self, name: str) -> bool:
-        """Return whether this is `name`, with any suffixes but that of a byte."""
-        return self.name == name or (self.name.startswith(f"{name}.") and ".U8" not in self.name)
+        """Return whether this is `name`, with any suffixes but those of 8 or 16 bits."""
+        return self.name == name or (self.name.startswith(f"{name}.") and not re.search(r"\.U(8|16)\b", self.name))
 
 
 def disassembled(cubin: bytes) -> str:
@@ -344,7 +344,10 @@ def work_of(kernel: AttentionSpecialisation) -> dict[str, int]:
     """Return how many products, copies and look-ups a warp of a decode kernel issues for a tile of keys."""
     dims, runs = (kernel.head_dim, kernel.head_dim_v), kernel.tile // 16
     products = sum(dims) // 16 * kernel.tile // (16 if kernel.keys_as_rows else 8)
-    copies = kernel.tile * sum(map(kernel.row_bytes, dims)) // kernel.copy // 32 + kernel.token_scales * runs
+    parts = kernel.row_bytes
+    if kernel.k_kind == NUMBERS["int5"]:
+        parts = (kernel.head_dim // 2, kernel.head_dim // 8, *parts[1:])
+    copies = runs * sum(-(-16 * row // kernel.copy // 32) for row in parts)
     return {PRODUCT: products, COPY: copies, LOOK_UP: runs}
 
 
@@ -354,7 +357,8 @@ def counted(kv: str, arch: str = "sm_90") -> dict[str, Any]:
     Raises: InvalidRequest if there is no compiler or no nvdisasm, or no loop that does the work of a tile.
     """
     keys = KeyLayout(token_scales=int(kv != "bfloat16"), page_runs=2)
-    kinds, dims = (KINDS["bfloat16"], KINDS[kv]), (128, 128)
+    of_k, of_v = ELEMENTS[kv]
+    kinds, dims = (NUMBERS["bfloat16"], NUMBERS[of_k], NUMBERS[of_v]), (128, 128)
     kernel = specialise(kinds, dims, RowClass.of(kinds, dims)[0], keys, compiler.ARCHITECTURES[arch])
     cubin, log = compiler.compile_cubin(kernel.name, kernel.macros, arch)
     code = parsed(disassembled(cubin))
@@ -373,7 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu.sass", description="Count a tile of the decode kernels.")
     parser.add_argument("--arch", default="sm_90", choices=compiler.ARCHITECTURES)
     arch = parser.parse_args().arch
-    for kv in ("bfloat16", "fp8_e4m3", "int8", "int4"):
+    for kv in ("bfloat16", "fp8_e4m3", "int8", "k8v4", "k5v4"):
         print(", ".join(f"{name} {value}" for name, value in counted(kv, arch).items()), flush=True)
 
 
