@@ -151,7 +151,7 @@ class KVSpec:
 
     @property
     def quantised(self) -> bool:
-        """True if a float16 scale is stored beside each (token, head) of K and of V."""
+        """True if each (token, head) of K and of V has a float16 scale."""
         return self.stored_dtype not in COMPUTE_DTYPES
 
     @property

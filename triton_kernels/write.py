@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pagedkv.kernels.args import WriteCall
 
 LEVELS, MIDS = tl.constexpr(tuple(map(float, quant.LEVELS))), tl.constexpr(quant.MIDS)
-UNIT = tl.constexpr(quant._UNIT)
+UNIT = tl.constexpr(quant.UNIT)
 
 
 @triton.jit

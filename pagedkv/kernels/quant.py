@@ -54,7 +54,9 @@ LEVELS: Final = (-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 
 MIDS: Final = (12.0, 24.5, 37.5, 51.0, 66.5, 85.5, 111.5)
 """The values of the sixteen codes of a value, and the middles between their magnitudes."""
 
-_UNIT: Final = 46.476  # the root of the mean square of a Gaussian whose best levels are LEVELS
+UNIT: Final = 46.476
+"""The root of the mean square of a Gaussian for which LEVELS are the best levels."""
+
 _LARGEST: Final = 65504.0  # the largest float16
 
 
@@ -180,7 +182,7 @@ def _scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of the vectors of `x` [..., Dv], uint8 [..., Dv / 2], and their scales, float16 [...]."""
-    scale = x.square().mean(-1).sqrt() / _UNIT
+    scale = x.square().mean(-1).sqrt() / UNIT
     levels = torch.tensor(LEVELS, dtype=torch.float32, device=x.device)[_nearest(x, scale).long()]
     scale = ((x * levels).sum(-1) / levels.square().sum(-1)).clamp(max=_LARGEST).half()
     return _pairs(_nearest(x, scale.float())), scale
