@@ -33,9 +33,6 @@ DEVICE Partial fold(const Partial& a, const Partial& b) {
     return all;
 }
 
-DEVICE Words4 words_of(const float (&x)[4]) {
-    return {ptx::as_bits(x[0]), ptx::as_bits(x[1]), ptx::as_bits(x[2]), ptx::as_bits(x[3])};
-}
 DEVICE Partial partial_of(const Words4& o, float m, float l) {
     return {{ptx::as_float(o.x), ptx::as_float(o.y), ptx::as_float(o.z), ptx::as_float(o.w)}, m, l};
 }
@@ -132,29 +129,12 @@ DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 colu
     if (p.sinks) all = fold(x, {{}, ptx::read(p.sinks + head) * LOG2_E, 1.0f});
     const bool blind = all.l == 0.0f;  // a NaN sum stays NaN
     const float factor = scale / all.l;  // a sum that is not 0 is at least 1: the largest weight is 1
-    float o[4];
+    Quad4 o;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) o[c] = blind ? 0.0f : all.o[c] * factor;
+    for (int c = 0; c < 4; ++c) o.at[c] = blind ? 0.0f : all.o[c] * factor;
     u8* row = static_cast<u8*>(p.out) + token * p.out_token + head * p.out_head;
-    if constexpr (Q_KIND == F32) {
-        auto* at = reinterpret_cast<float*>(row) + column;
-        if (reinterpret_cast<u64>(at) % 16 == 0) {
-            ptx::write(reinterpret_cast<Words4*>(at), words_of(o));
-        } else {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) ptx::write(at + c, o[c]);
-        }
-    } else {
-        auto* at = reinterpret_cast<u16*>(row) + column;
-        const u32 low = ptx::pack<Q_KIND == F16>(o[0], o[1]), high = ptx::pack<Q_KIND == F16>(o[2], o[3]);
-        const u64 bits = low | static_cast<u64>(high) << 32;
-        if (reinterpret_cast<u64>(at) % 8 == 0) {
-            ptx::write(reinterpret_cast<u64*>(at), bits);
-        } else {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) ptx::write(at + c, static_cast<u16>(bits >> 16 * c));
-        }
-    }
+    const bool vectors = reinterpret_cast<u64>(row) % (BITS_OF<Q_KIND> / 2) == 0;
+    write_quad<Q_KIND>(row, static_cast<i32>(column), static_cast<i32>(column) + 4, vectors, o);
     if (column == 0) {
         const float lse = blind ? MINUS_INFINITY : (all.m + ptx::log2(all.l)) * LN_2;
         ptx::write(p.lse + token * p.num_heads + head, lse);

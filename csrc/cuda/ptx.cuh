@@ -83,31 +83,18 @@ DEVICE void shared_write(u32 at, const Words4& x) {
                  ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 template <class T> DEVICE T shared_read(u32 at);
-template <> DEVICE_MEMBER u8 shared_read<u8>(u32 at) {
-    u16 x;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
-    return static_cast<u8>(x);
-}
-template <> DEVICE_MEMBER u16 shared_read<u16>(u32 at) {
-    u16 x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
-    return x;
-}
-template <> DEVICE_MEMBER u32 shared_read<u32>(u32 at) {
-    u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
-    return x;
-}
-template <> DEVICE_MEMBER u64 shared_read<u64>(u32 at) {
-    u64 x;
-    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(at) : "memory");
-    return x;
-}
-template <> DEVICE_MEMBER float shared_read<float>(u32 at) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
-}
+#define SHARED_READ(T, TYPE, LETTER, REGISTER)                                              \
+    template <> DEVICE_MEMBER T shared_read<T>(u32 at) {                                    \
+        REGISTER x;                                                                         \
+        asm volatile("ld.shared." TYPE " %0, [%1];" : "=" LETTER(x) : "r"(at) : "memory");  \
+        return static_cast<T>(x);                                                           \
+    }
+SHARED_READ(u8, "u8", "h", u16)
+SHARED_READ(u16, "u16", "h", u16)
+SHARED_READ(u32, "u32", "r", u32)
+SHARED_READ(u64, "u64", "l", u64)
+SHARED_READ(float, "f32", "f", float)
+#undef SHARED_READ
 template <> DEVICE_MEMBER Words4 shared_read<Words4>(u32 at) {
     Words4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
