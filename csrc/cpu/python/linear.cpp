@@ -25,8 +25,15 @@ bool read_float(PyObject* x, float& to) {
     return false;
 }
 
-// True. A reference to it may be taken only while the GIL is held.
-py::object done() { return py::reinterpret_borrow<py::object>(Py_True); }
+// Compute without the GIL. Returns True, a reference to which may be taken only while the GIL is held.
+template <class F>
+py::object done(const F& compute) {
+    {
+        py::gil_scoped_release released;
+        compute();
+    }
+    return py::reinterpret_borrow<py::object>(Py_True);
+}
 
 bool read_threads(PyObject* x, int64_t& to) { return read_integer(x, to) && to >= 1 && to <= MOST_THREADS; }
 
@@ -98,11 +105,9 @@ py::object linear(PyObject* const* given) {
     l.weight_type = dtype_of(weights), l.scales = view_of(scales);
     l.x = view_of(x), l.weights = view_of(weights), l.out = view_of(out), l.norm = norm.data, l.bias = bias.data;
     const Isa& isa = isa_at(given[ISA]);
-    {
-        py::gil_scoped_release released;
+    return done([&] {
         if (l.T && l.N) run_linear(isa, l, static_cast<int>(threads));
-    }
-    return done();
+    });
 }
 
 py::object add_normed(PyObject* const* given) {
@@ -116,11 +121,7 @@ py::object add_normed(PyObject* const* given) {
     a.type = dtype_of(y), a.norm_type = dtype_of(norm), a.y = view_of(y), a.residual = view_of(residual);
     a.norm = norm.data;
     const Isa& isa = isa_at(given[ADD_ISA]);
-    {
-        py::gil_scoped_release released;
-        run_add_normed(isa, a);
-    }
-    return done();
+    return done([&] { run_add_normed(isa, a); });
 }
 
 py::object norm_rotate(PyObject* const* given) {
@@ -144,11 +145,9 @@ py::object norm_rotate(PyObject* const* given) {
     if (!q_norm.is_given && k_norm.is_given) h.norm_type = dtype_of(k_norm);
     h.qkv = view_of(qkv), h.cos = view_of(cos), h.sin = view_of(sin), h.q_norm = q_norm.data, h.k_norm = k_norm.data;
     const Isa& isa = isa_at(given[ROTATE_ISA]);
-    {
-        py::gil_scoped_release released;
+    return done([&] {
         if (h.T) run_norm_rotate(isa, h, static_cast<int>(threads));
-    }
-    return done();
+    });
 }
 
 }  // namespace
