@@ -111,43 +111,31 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families; their names begin with pagedkv_."""
-        stats = self._manager.stats()
-        frames = GaugeMetricFamily(
-            "pagedkv_frames", "Frames by state; the four add up to the pool.", labels=["pool", "state"]
-        )
-        for state in FRAME_STATES:
-            frames.add_metric([self._pool, state], getattr(stats, state))
-        yield frames
-        yield from _plain(stats, self._pool, GAUGES, COUNTERS)
-        yield self._misses(stats)
+        stats, pool = self._manager.stats(), self._pool
+        states = {(pool, state): getattr(stats, state) for state in FRAME_STATES}
+        text = "Frames by state; the four add up to the pool."
+        yield _family(GaugeMetricFamily, "frames", text, ("pool", "state"), states)
+        yield from _plain(stats, pool, GAUGES, COUNTERS)
+        missed = {(pool, reason): getattr(stats, field) for reason, field in MISSES.items()}
+        text = "Prompt tokens not found in the prefix cache, by reason."
+        yield _family(CounterMetricFamily, "missed_tokens", text, ("pool", "reason"), missed)
         yield from self._tenants(stats)
-
-    def _misses(self, stats: Stats) -> Any:
-        help_text = "Prompt tokens not found in the prefix cache, by reason."
-        missed = CounterMetricFamily("pagedkv_missed_tokens", help_text, labels=["pool", "reason"])
-        for reason, field in MISSES.items():
-            missed.add_metric([self._pool, reason], getattr(stats, field))
-        return missed
 
     def _tenants(self, stats: Stats) -> Iterator[Any]:
         """Yield the metrics of the tenants that have quotas. A name that is not printable is shown in hexadecimal."""
-        frames = GaugeMetricFamily(
-            "pagedkv_tenant_frames", "Frames of a tenant that has a quota, by kind.", labels=["pool", "tenant", "kind"]
-        )
-        tokens = CounterMetricFamily(
-            "pagedkv_tenant_tokens", "Prompt tokens of a tenant that has a quota.", labels=["pool", "tenant", "kind"]
-        )
-        evictions = CounterMetricFamily(
-            "pagedkv_tenant_evictions", "Frames of a tenant that were evicted.", labels=["pool", "tenant"]
-        )
+        frames, tokens, evictions = dict[Any, float](), dict[Any, float](), dict[Any, float]()
         for tenant, usage in stats.tenants.items():
-            name = tenant.decode() if _is_text(tenant) else tenant.hex()
-            for kind in TENANT_FRAMES:
-                frames.add_metric([self._pool, name, kind], getattr(usage, kind))
-            tokens.add_metric([self._pool, name, "asked"], usage.tokens_asked)
-            tokens.add_metric([self._pool, name, "matched"], usage.tokens_matched)
-            evictions.add_metric([self._pool, name], usage.evictions)
-        yield from (frames, tokens, evictions)
+            of = self._pool, tenant.decode() if _is_text(tenant) else tenant.hex()
+            frames |= {(*of, kind): getattr(usage, kind) for kind in TENANT_FRAMES}
+            tokens |= {(*of, "asked"): usage.tokens_asked, (*of, "matched"): usage.tokens_matched}
+            evictions[of] = usage.evictions
+        labels = ("pool", "tenant", "kind")
+        text = "Frames of a tenant that has a quota, by kind."
+        yield _family(GaugeMetricFamily, "tenant_frames", text, labels, frames)
+        text = "Prompt tokens of a tenant that has a quota."
+        yield _family(CounterMetricFamily, "tenant_tokens", text, labels, tokens)
+        text = "Frames of a tenant that were evicted."
+        yield _family(CounterMetricFamily, "tenant_evictions", text, labels[:2], evictions)
 
 
 class _EngineCollector:
@@ -160,12 +148,9 @@ class _EngineCollector:
         """Yield the metric families; their names begin with pagedkv_."""
         stats, times = self._engine.stats(), self._engine.meter.times
         yield from _plain(stats, self._pool, ENGINE_GAUGES, ENGINE_COUNTERS)
-        ended = CounterMetricFamily(
-            "pagedkv_completions", "Completions that ended, by reason.", labels=["pool", "finish_reason"]
-        )
-        for reason, count in stats.finished.items():
-            ended.add_metric([self._pool, reason], count)
-        yield ended
+        ended = {(self._pool, reason): count for reason, count in stats.finished.items()}
+        text = "Completions that ended, by reason."
+        yield _family(CounterMetricFamily, "completions", text, ("pool", "finish_reason"), ended)
         for name, (field, help_text) in ENGINE_TIMES.items():
             histogram = getattr(times, field)
             shown = HistogramMetricFamily(f"pagedkv_{name}", help_text, labels=["pool"])
@@ -180,9 +165,15 @@ def _plain(
     """Yield the metrics that are one field of `stats` each. gauges, counters: as GAUGES"""
     for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (field, help_text) in table.items():
-            metric = family(f"pagedkv_{name}", help_text, labels=["pool"])
-            metric.add_metric([pool], getattr(stats, field))
-            yield metric
+            yield _family(family, name, help_text, ("pool",), {(pool,): getattr(stats, field)})
+
+
+def _family(kind: Any, name: str, text: str, labels: tuple[str, ...], figures: dict[Any, float]) -> Any:
+    """Return a metric with a figure for each set of labels."""
+    family = kind(f"pagedkv_{name}", text, labels=labels)
+    for values, figure in figures.items():
+        family.add_metric(values, figure)
+    return family
 
 
 def _is_text(name: bytes) -> bool:
