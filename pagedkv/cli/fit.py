@@ -139,7 +139,7 @@ def _figures(model: _Model, given: Fitting) -> dict[str, Any]:
         "head_dim": first.head_dim,
         "kv_dtype": first.stored_dtype,
         "windows": [[spec.window, spec.num_layers] for spec in whole.specs],
-        "block_size": whole.block_size,
+        "block_size": first.block_size,
         "bytes_per_token": whole.bytes_per_token,
         "frame_bytes": whole.frame_bytes,
         "weight_bytes": whole.weight_bytes if model.knows_weights else None,

@@ -45,11 +45,6 @@ class Footprint:
     at_once: int = STEP_TOKENS
 
     @property
-    def block_size(self) -> int:
-        """The number of tokens in a frame."""
-        return self.specs[0].block_size
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of KV and scales that one token adds."""
         return sum(spec.bytes_per_token for spec in self.specs)

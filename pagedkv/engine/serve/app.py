@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.serve import answers
-from pagedkv.engine.serve.bodies import BadBody, Body, ChatBody, CompletionBody, read
+from pagedkv.engine.serve.bodies import BadBody, Body, ChatBody, CompletionBody, _cut, read
 from pagedkv.engine.serve.gate import GONE, RETRY_SECONDS
 from pagedkv.engine.serve.shares import Place
 from pagedkv.engine.serve.streaming import AsyncEngine, Stream
@@ -206,8 +206,7 @@ class Routes:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._service.name):
-            shown = name if len(name) <= 80 else f"{name[:77]}..."
-            raise _NoModel(f"the model {shown!r} is not served here; the model is {self._service.name!r}")
+            raise _NoModel(f"the model {_cut(name)!r} is not served here; the model is {self._service.name!r}")
 
     async def _refusal(self, _: Request, error: Exception) -> Response:
         """Return an exception of a handler as an answer."""

@@ -13,7 +13,7 @@ import torch
 
 from pagedkv.kernels import quant, reference
 from pagedkv.kernels.args import KVLayer, RotaryTable, WriteCall, bound_fields
-from pagedkv.kernels.cuda.attention import MOST_LAUNCHES
+from pagedkv.kernels.cuda.attention import MOST_LAUNCHES, _address
 from pagedkv.kernels.cuda.specialisation import (
     COPY_RUN,
     CopySpecialisation,
@@ -164,10 +164,6 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
             params = COPY_LAYOUT.pack(*ends, *by, *strides, count, step, C, 5, most_runs, len(storage))
             machine.launch(small, -(-count >> 5), params)
     return None
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _aligned(x: Tensor, size: int) -> bool:
