@@ -91,11 +91,10 @@ def product(a, b, acc, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _element(x, KIND: tl.constexpr, SPEC: tl.constexpr):
-    """Return stored `x` as operands (interpreter: float32), too small by `Specialisation.factor`."""
-    TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.operand
+def _element(x, KIND: tl.constexpr, NATIVE: tl.constexpr, TO: tl.constexpr):
+    """Return stored `x` as TO, floats of 16 and 32 bits as they are. e4m3 is too small by 256 unless NATIVE."""
     if KIND == "e4m3":
-        if SPEC.native_fp8:
+        if NATIVE:
             x = x.to(tl.float8e4nv, bitcast=True).to(TO)
         else:
             wide = x.to(tl.uint16)
@@ -184,17 +183,17 @@ def parts(
 ):  # fmt: skip
     """Return both parts of the stored heads of DIM elements at `page` + `slot` * `stride` as numbers.
 
-    With a single part, the second result is the first again.
+    With a single part, the second result is the first again. e4m3 is too small by `Specialisation.factor`.
     """
+    TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.operand
     if KIND == "int5" or KIND == "code4":
-        TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.operand
         first, second = _pairs(x, page, slot, stride, present, W0, DIM, SPEC.S, KIND, TO)
     else:
         row = page + slot * stride
-        first = _element(_columns(x, row, present, 0, W0, DIM), KIND, SPEC)
+        first = _element(_columns(x, row, present, 0, W0, DIM), KIND, SPEC.native_fp8, TO)
         second = first
         if W1 > 0:
-            second = _element(_columns(x, row, present, W0, W1, DIM), KIND, SPEC)
+            second = _element(_columns(x, row, present, W0, W1, DIM), KIND, SPEC.native_fp8, TO)
     return first, second
 
 

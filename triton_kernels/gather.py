@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.layout import scale_kind, scale_strides
-from pagedkv.kernels.triton.elements import _hadamard, _pairs, _signs, _whole, number, rounded
+from pagedkv.kernels.triton.elements import _element, _hadamard, _pairs, _signs, _whole, number, rounded
 from pagedkv.kernels.triton.partition import sequence_of_row
 from pagedkv.kernels.triton.specialisation import _kind_of, as_stored
 
@@ -34,22 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import AttentionCall, GatherCall
-
-
-@triton.jit
-def _value_of(x, KIND: tl.constexpr):
-    """Return stored `x` as float32."""
-    if KIND == "e4m3":
-        wide = x.to(tl.uint16)
-        magnitude = tl.where((wide & 0x7F) == 0x7F, 0x7E00, (wide & 0x7F) << 7).to(tl.uint16)  # 0x7F is NaN
-        value = ((wide & 0x80) << 8 | magnitude).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    elif KIND == "e5m2":
-        value = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    elif KIND == "int8":
-        value = x.to(tl.int8, bitcast=True).to(tl.float32)
-    else:
-        value = number(x).to(tl.float32)
-    return value
 
 
 @triton.jit
@@ -69,7 +53,10 @@ def _copy_vectors(
         value = _whole(even, odd)
     else:
         row = (page + slot * stride)[:, None]
-        value = _value_of(tl.load(pool + row + c[None, :], mask=mask & held[:, None], other=0), KIND)
+        stored = tl.load(pool + row + c[None, :], mask=mask & held[:, None], other=0)
+        value = number(_element(stored, KIND, False, tl.float32)).to(tl.float32)
+        if KIND == "e4m3":
+            value = value * 256.0
     factor = tl.full(ok.shape, 1.0, tl.float32)
     if SCALE == 1:
         factor = factor * tl.load(scale)

@@ -102,7 +102,7 @@ class Specialisation:
 
     @cached_property
     def factor(self) -> float:
-        """The factor that `elements._element` leaves out: the exponent bias of fp16 differs from that of e4m3."""
+        """The factor that `elements.parts` leaves out: the exponent bias of fp16 differs from that of e4m3."""
         return 256.0 if self.kind == "e4m3" and not self.native_fp8 else 1.0
 
     @cached_property
