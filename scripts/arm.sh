@@ -31,9 +31,10 @@ END
 fi
 if [ ! -d site ]; then
     grep -iE "^($WHEELS)==" ../../scripts/constraints.txt >wheels.txt
-    rm -rf part && $PIP install -qq --no-deps --target part --only-binary :all: --python-version 3.11 \
+    rm -rf part
+    (cd ../.. && $PIP install -qq --no-deps --target build/arm/part --only-binary :all: --python-version 3.11 \
         $(printf -- '--platform manylinux_2_%s_aarch64 ' 28 27 17) --platform manylinux2014_aarch64 \
-        torch==2.8.0 -r wheels.txt
+        torch==2.8.0 -r build/arm/wheels.txt)
     mv part site
 fi
 
