@@ -75,7 +75,7 @@ def under_sanitizers(extension: Path, *arguments: str) -> subprocess.CompletedPr
     env = os.environ | {
         "SANITIZED": str(extension),
         "LD_PRELOAD": " ".join(runtime),
-        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",  # Python leaks on purpose
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99:allocator_may_return_null=1",  # Python leaks
         "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=98",
         "PYTHONMALLOC": "malloc",
         "OMP_NUM_THREADS": "2",
@@ -103,6 +103,6 @@ def test_the_laws_read_and_write_only_what_they_may(laws: str, extension: Path) 
     files = (f"tests/kernels/{file}" for file in LAWS[laws])
     chosen = [] if laws == "linear" else ["-k", "cpu-cpu"]
     plugins = ["-p", "tests.kernels.cpu.sanitized", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    run = under_sanitizers(extension, "pytest", "-q", "-x", *plugins, *files, *chosen)
+    run = under_sanitizers(extension, "pytest", "-q", "-x", "--capture=sys", *plugins, *files, *chosen)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
     assert " passed" in run.stdout
