@@ -25,7 +25,10 @@ class OutOfFrames(PagedKVError):
     Preempt (release) sequences that hold `shortfall` frames, wait for the pending frames, or enlarge the pool; then
     call again.
     needed, free, evictable, pending: frames. shortfall = needed - free - evictable.
+    pool: "pages", or "states" if frames for recurrent states are short.
     """
+
+    pool: str = "pages"
 
     def __init__(self, needed: int, free: int, evictable: int = 0, pending: int = 0) -> None:
         self.needed: int = needed

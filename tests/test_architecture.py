@@ -79,6 +79,7 @@ LEVELS = {
         "tables last_callers",
         "observe check thread_guard tenants",
         "recovery frame_pool spaces",
+        "states",
         "manager",
         "replay warm",
     ),
@@ -100,10 +101,10 @@ ENGINE_NAMES = "Completion Engine Limits Request SamplingParams".split()
 """The public names of `pagedkv.engine`. Its modules are a reference to read, not an interface to build on."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache
-PagedKVError bind_attention bind_write copy_frames explain gather_kv linear merge_states paged_attention
+PagedKVError StateSpec bind_attention bind_write copy_frames explain gather_kv linear merge_states paged_attention
 write_kv""".split()
 
-PARAMETERS_MAX, PUBLIC_TOP_LEVEL_MAX = 5, 750
+PARAMETERS_MAX, PUBLIC_TOP_LEVEL_MAX = 5, 800
 FUNCTION_LINES_P90, FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 35, 60, 120
 HEAD_LINES_MAX = 30
 FOLDER_FILES_MAX = 20

@@ -9,13 +9,18 @@ import torch
 from rich.console import Console
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
-from pagedkv.core.warm import place, warm_up, warm_up_frame_pool
+from pagedkv.core.warm import place, warm_up, warm_up_frame_pool, warm_up_states
 
 
 def run() -> None:
     """Compile the functions of core and the numba kernels, and print how long each took and where the code is kept."""
     console = Console(highlight=False)
-    parts = ("memory manager", warm_up), ("frame pool", warm_up_frame_pool), ("numba kernels", _warm_numba)
+    parts = (
+        ("memory manager", warm_up),
+        ("frame pool", warm_up_frame_pool),
+        ("states", warm_up_states),
+        ("numba kernels", _warm_numba),
+    )
     for name, compile_all in parts:
         console.print(f"{name:16}{_seconds(compile_all):6.1f} s")
     console.print(place())

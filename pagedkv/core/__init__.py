@@ -14,9 +14,10 @@ from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observe.stats import PoolStats, Stats
 from pagedkv.core.prefix.digests import page_digests
 from pagedkv.core.prefix.events import as_array, as_map
+from pagedkv.core.states.door import Places, StatePool
 from pagedkv.core.tables.layer_groups import Group
 
 __all__ = [
-    "AddressSpace", "FramePool", "Group", "MemoryManager", "Pin", "Plan", "PoolStats", "Stats", "as_array",
-    "as_map", "page_digests",
+    "AddressSpace", "FramePool", "Group", "MemoryManager", "Pin", "Places", "Plan", "PoolStats", "StatePool", "Stats",
+    "as_array", "as_map", "page_digests",
 ]  # fmt: skip

@@ -46,6 +46,12 @@ class _Manager(Protocol):
     def holds(self, pin: Pin) -> bool:
         """Return True if the frames of `pin` are pinned."""
 
+    def ready_of(self, space: AddressSpace) -> int:
+        """Return the number of tokens that have a recurrent state."""
+
+    def stops_of(self, space: AddressSpace, end: int) -> list[int]:
+        """Return the positions up to `end` at which a recurrent state is kept."""
+
 
 class AddressSpace:
     """The page table and length of one sequence, made by `MemoryManager.open` and `fork`.
@@ -67,6 +73,22 @@ class AddressSpace:
 
     def __bool__(self) -> bool:
         return True  # an empty sequence is still a sequence
+
+    @property
+    def ready(self) -> int:
+        """int: tokens after which there is a recurrent state; the next step computes from here on.
+
+        Without states (`MemoryManager(states=...)`) it is len(space). Tokens from `ready` to len(space) have KV, and
+        are computed again for their state only.
+        """
+        return self.manager.ready_of(self)
+
+    def stops(self, end: int) -> list[int]:
+        """Return the positions in ready + 1 .. `end` at which a recurrent state is kept, `end` itself included.
+
+        A host whose kernels cannot save a state inside a step computes up to one of them at a time.
+        """
+        return self.manager.stops_of(self, end)
 
     @property
     def pages(self) -> I32:
@@ -157,7 +179,7 @@ class Step:
     functions would run Python code, and a signal could lose them.
     """
 
-    __slots__ = ("__weakref__", "counts", "ints", "longs", "num_groups", "num_tokens", "rows")
+    __slots__ = ("__weakref__", "counts", "ints", "longs", "num_groups", "num_tokens", "rows", "states")
 
     def __init__(
         self, rows: I32, counts: I64, num_tokens: int, num_groups: int, arrays: tuple[I64, I32] | None = None
@@ -175,6 +197,8 @@ class Step:
         )
         self.longs: I64 = longs
         self.ints: I32 = ints
+        self.states: StateStep | None = None
+        """The recurrent states that the step reads and writes; None unless the manager has them."""
 
     @property
     def settled(self) -> str:
@@ -244,6 +268,53 @@ class Step:
 
 
 _SETTLED: Final = ("", "", "committed", "aborted", "")
+
+
+class StateStep:
+    """The recurrent states of a step: the frames that it reads and writes, each of them written once.
+
+    A kernel takes the state of sequence i from frame state_in[i], computes the step's tokens, and writes the state
+    after the last of them to state_out[i]. On the way it writes the state after save_offsets[j] tokens of the sequence
+    to save_frames[j], for j in save_indptr[i] .. save_indptr[i + 1] - 1. No step writes a frame of its state_in.
+
+    Shapes: state_in int32 [B], -1: zeros               state_out int32 [B], -1: the sequence has no token in the step
+            save_indptr int32 [B + 1]                   save_offsets, save_frames int32 [C], ascending in each sequence
+    pages:  the step of the page tables, with the tokens whose KV is new. step: the caller's step, with all tokens.
+    """
+
+    __slots__ = ("numbers", "pages", "step")
+
+    def __init__(self, pages: Step, step: Step, num_saves: int) -> None:
+        self.pages: Step = pages
+        self.step: Step = Step(step.rows, step.counts, step.num_tokens, step.num_groups, (step.longs, step.ints))
+        self.numbers: I32 = np.zeros(3 * len(pages.rows) + 1 + 2 * num_saves, np.int32)
+
+    @property
+    def state_in(self) -> I32:
+        """int32 [B]: the frame with the state before the step, -1 for zeros."""
+        return self.numbers[: len(self.pages.rows)]
+
+    @property
+    def state_out(self) -> I32:
+        """int32 [B]: the frame for the state after the step, -1 for a sequence without a token."""
+        return self.numbers[len(self.pages.rows) : 2 * len(self.pages.rows)]
+
+    @property
+    def save_indptr(self) -> I32:
+        """int32 [B + 1]: the first save of each sequence."""
+        return self.numbers[2 * len(self.pages.rows) : 3 * len(self.pages.rows) + 1]
+
+    @property
+    def save_offsets(self) -> I32:
+        """int32 [C]: tokens of the sequence in this step after which its state is saved."""
+        first = 3 * len(self.pages.rows) + 1
+        return self.numbers[first : first + int(self.save_indptr[-1])]
+
+    @property
+    def save_frames(self) -> I32:
+        """int32 [C]: the frame for each saved state."""
+        first = (3 * len(self.pages.rows) + 1 + len(self.numbers)) // 2
+        return self.numbers[first : first + int(self.save_indptr[-1])]
 
 
 class Plan(Step):

@@ -42,7 +42,9 @@ from pagedkv.core.recovery import Assignment, Recovered, Registry, assign_togeth
 from pagedkv.core.spaces.awaited import Awaited, OpenPrompts
 from pagedkv.core.spaces.opening import Opened, Salt, first_end, for_each, listed, up_to_one_column
 from pagedkv.core.spaces.reorder_index import continuations
-from pagedkv.core.state import I32, FrameViews
+from pagedkv.core.state import I32, I64, FrameViews
+from pagedkv.core.states.check import check_states
+from pagedkv.core.states.door import StatePool, States, refuse_states
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_rows, group_tuple
@@ -69,6 +71,8 @@ class MemoryManager(ThreadGuard):
     events:       number of the last events kept for `events(since)`, 16 + 4 x block_size bytes each.
     groups:       the layer groups, each with page tables of its own over the one pool, see Group; by default one group
                   without a window.
+    states:       the frames for recurrent states of a hybrid model, see StatePool. A step then computes from
+                  `space.ready` on, and `Plan.states` names the states that it reads and writes.
     Raises:       InvalidRequest for sizes or options that make no sense.
     """
 
@@ -83,6 +87,7 @@ class MemoryManager(ThreadGuard):
         max_pinned: float = 0.5,
         events: int = 0,
         groups: Sequence[Group] = (Group(),),
+        states: StatePool | None = None,
     ) -> None:
         self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
         self.block_size: int = whole(block_size, "block_size", 1, 2**31)
@@ -101,9 +106,13 @@ class MemoryManager(ThreadGuard):
                 f"{num_frames} frames of {block_size} tokens and {events} events: no memory for them ({error})"
             ) from None
         install(self.policy, self.state.reg)
+        self.states: States | None = None if states is None else States(states, self.block_size)
+        if self.states:
+            self.state = st.with_checkpoints(self.state)
         self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
         self._roots, self._open_prompts, self._log = Roots(), OpenPrompts(), EventLog()
         self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
+        self._slides = any(group.window for group in self.groups)
         self._proves = debug.level() >= 3  # read once: the environment takes a tenth of a small step
         self._registry = Registry()
         self._restoring: ref[_Restoring] | None = None
@@ -159,8 +168,9 @@ class MemoryManager(ThreadGuard):
         except BaseException:
             for space in spaces:
                 page_tables.release_space(self.state, space.asid)
+            self._settle_states()
             raise
-        lengths = [int(self.state.spaces["length"][space.asid]) for space in spaces]
+        lengths = [self.ready_of(space) for space in spaces]
         return Opened(spaces, first_end(lengths, columns or [0] * len(ids)))
 
     @exclusive
@@ -169,7 +179,8 @@ class MemoryManager(ThreadGuard):
         self._registry.report_lost(self.state)
         asid = self._settled_asid(space, "fork")
         self._grow_tables()
-        return self._opened(page_tables.fork_space(self.state, asid))
+        fork = self.states.fork if self.states else page_tables.fork_space
+        return self._opened(fork(self.state, asid))
 
     @exclusive
     def reorder(self, spaces: Sequence[AddressSpace], index: Tokens) -> list[AddressSpace]:
@@ -186,7 +197,8 @@ class MemoryManager(ThreadGuard):
         sources, repeats, unused = continuations(asids, index)
         forked = np.array([self._settled_asid(spaces[sources[place]], "reorder") for place in repeats], np.int32)
         self._grow_tables(spaces=len(forked))
-        page_tables.reorder_spaces(self.state, forked, unused)
+        reorder = self.states.reorder if self.states else page_tables.reorder_spaces
+        reorder(self.state, forked, unused)
         self._forget_closed(unused.tolist())  # forks were made first, so none has the number of a released space
         result = [spaces[at] for at in sources]
         for place, child in zip(repeats, forked.tolist(), strict=True):
@@ -200,14 +212,16 @@ class MemoryManager(ThreadGuard):
         held = int(self.state.spaces["length"][asid])
         if (length := whole(length, "length")) > held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
-        group = group_lacking_pages(self.state, asid, length) if length < held else -1
+        begins = self.states.resumption(self.state, asid, length) if self.states and self._slides else length
+        group = group_lacking_pages(self.state, asid, length, begins) if length < held else -1
         if group >= 0:
             window = self.groups[group].window
             raise InvalidRequest(
                 f"truncate to {length}: group {group} sees {window} positions back, and some of these pages were given "
                 f"back at length {held}; truncate to 0, open the prompt again, or make the group with a larger keep"
             )
-        page_tables.truncate_space(self.state, asid, length)
+        truncate = self.states.truncate if self.states else page_tables.truncate_space
+        truncate(self.state, asid, length)
 
     @exclusive
     def release(self, space: AddressSpace) -> None:
@@ -240,8 +254,12 @@ class MemoryManager(ThreadGuard):
         O(pages matched).
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
-        ids = token_row(token_ids)
-        return known_tokens(self.state, self._roots, (tenant_name(tenant), salt_row(salt)), ids, len(ids))
+        ids, salts, tenant = token_row(token_ids), salt_row(salt), tenant_name(tenant)
+        known = known_tokens(self.state, self._roots, (tenant, salts), ids, len(ids))
+        root, _ = self._roots.longest(tenant, salts, self.state)
+        if self.states and self._slides and root is not None:
+            return self.states.most(self.state, root, ids, known)
+        return known
 
     @exclusive
     def awaited(self, token_ids: Tokens, *, tenant: bytes = b"", salt: Salt = b"") -> Awaited | None:
@@ -266,21 +284,39 @@ class MemoryManager(ThreadGuard):
 
         For operators: the answer depends on the pages of all tenants.
         """
-        return explain(self.state, self._roots, (tenant_name(tenant), salt_row(salt)), token_row(token_ids))
+        prompt = tenant_name(tenant), salt_row(salt)
+        states = self.states.explained if self.states else None
+        return explain(self.state, self._roots, prompt, token_row(token_ids), states)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     @exclusive
-    def plan(self, batch: Spaces, counts: Counts) -> Plan:
+    def plan(self, batch: Spaces, counts: Counts, *, certain: Counts | None = None, saves_inside: bool = True) -> Plan:
         """Map the frames for `counts[i]` new tokens of each space in `batch`: all of them or none.
 
         batch: AddressSpaces, or an int array of asids.
-        Raises: OutOfFrames, InvalidRequest, StaleHandle; nothing was changed then
+        With recurrent states, the tokens are those from `space.ready` on, and the slot of a token whose KV is known
+        is -1: nothing is written there.
+        certain:      the number of these tokens that are no drafts, for each space; None for all. A state is saved
+                      behind them, so that rejected drafts cost no token computed again.
+        saves_inside: whether the kernels can save a state inside a step. If not, see `AddressSpace.stops`.
+        Raises: OutOfFrames, InvalidRequest, StaleHandle, PlanConflict; nothing was changed then
         """
         asids = self._asids(batch)
         wanted = count_row(counts, len(asids))
-        num_tokens = steps.num_tokens(wanted, self.num_frames * self.block_size)
         self._registry.report_lost(self.state)
+        inside = flag(saves_inside, "saves_inside")
+        sure = None if certain is None else count_row(certain, len(asids))
+        if self.states and not self._is_restoring():
+            if sure is not None and ((sure < 0) | (sure > wanted)).any():
+                raise InvalidRequest(
+                    f"certain is {sure.tolist()[:8]} for counts {wanted.tolist()[:8]}; give 0 up to each"
+                )
+            sure = wanted if sure is None else sure
+            return self._plan_states(self.states, asids, wanted, sure if inside else sure[:0])
+        if certain is not None:
+            raise InvalidRequest("plan with certain=, but this manager has no states; leave it out")
+        num_tokens = steps.num_tokens(wanted, self.num_frames * self.block_size)
         step = Step(asids, wanted, num_tokens, len(self.groups))
         plan = self._registry.add_plan(Plan(self, step), step)
         code, where = steps.plan_step(self.state, asids, wanted, plan.longs, plan.ints)
@@ -291,7 +327,33 @@ class MemoryManager(ThreadGuard):
             del self._registry.plans[plan.number]
             refuse_plan(self.state, (code, where), asids, wanted, self._accounts)
         plan.live_table = self.state.table
+        self._settle_states()
         return plan
+
+    def _plan_states(self, states: States, asids: I32, wanted: I64, sure: I64) -> Plan:
+        """Plan a step with recurrent states. sure: the certain tokens; [0] if no state can be saved inside the step."""
+        most = self.num_frames * self.block_size
+        if wanted.max(initial=0) > most:  # more than the pool holds, so no sequence has so many
+            refuse_plan(self.state, (steps.SHORT, int(wanted.max()) // self.block_size), asids, wanted, self._accounts)
+        num_tokens = steps.num_tokens(wanted, min(most * len(asids), steps.MOST_TOKENS))
+        plan = Plan(self, Step(asids, wanted, num_tokens, len(self.groups)))
+        is_plain = 0 < plan.num_tokens <= len(asids)
+        while True:
+            failure, pages = states.begun(plan) if is_plain else states.measured(self.state, plan, sure)
+            if failure[0] == steps.OK:
+                self._registry.add_plan(plan, pages)
+                failure = states.plan(self.state, plan, sure, is_plain)
+                if failure[0] == steps.OK:
+                    plan.live_table = self.state.table
+                    return plan
+                del self._registry.plans[plan.number]
+            if failure[0] == steps.NARROW:
+                self.state = st.with_wider_table(self.state, failure[1])
+            elif is_plain:
+                is_plain = False  # some tokens are computed again, or the step is refused
+            else:
+                refuse_states(*failure, plan, states)
+                refuse_plan(self.state, failure, asids, wanted, self._accounts)
 
     @exclusive
     def commit(
@@ -322,15 +384,25 @@ class MemoryManager(ThreadGuard):
         if len(ids) != (plan.num_tokens if accepted is plan.counts else accepted.sum()):
             refuse_ids(self.state, plan, len(ids), accepted)
         named, restoring = token_ids is not None, self._is_restoring()
-        code, where = steps.commit_step(
-            self.state, plan.rows, plan.longs, plan.ints, accepted, ids, named, keep, restoring
-        )
+        if self.states and plan.states is not None:
+            if keep:
+                raise InvalidRequest(
+                    "commit with keep_planned=True of a step with states, which is committed at once; "
+                    "commit all its tokens, or plan fewer"
+                )
+            code, where = self.states.commit(self.state, plan, accepted, (ids, named), restoring)
+            refuse_states(code, where, plan, self.states, ids)
+        else:
+            code, where = steps.commit_step(
+                self.state, plan.rows, plan.longs, plan.ints, accepted, ids, named, keep, restoring
+            )
         if code != steps.OK:
             if code == steps.TOO_MANY and counts is None:
                 refuse_ids(self.state, plan, len(ids), plan.remaining)
             refuse_settling(self.state, plan, code, where)
         if not keep or not plan.is_outstanding:
             self._registry.plans.pop(plan.number, None)
+        self._settle_states()
         if self._proves:
             self.check(3)
 
@@ -345,10 +417,22 @@ class MemoryManager(ThreadGuard):
         Raises: PlanConflict if the plan is settled already or is not the newest of its spaces
         """
         self._require_own(plan, "abort")
-        code, where = steps.abort_step(self.state, plan.rows, plan.longs, plan.ints, flag(copied, "copied"))
+        code, where = self._abort(plan, flag(copied, "copied"))
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         self._registry.plans.pop(plan.number, None)
+
+    def _abort(self, step: Step, copied: bool) -> tuple[int, int]:
+        if self.states and step.states is not None:
+            return self.states.abort(self.state, step, copied)
+        result = steps.abort_step(self.state, step.rows, step.longs, step.ints, copied)
+        self._settle_states()
+        return result
+
+    def _settle_states(self) -> None:
+        """Let the states know which pages and spaces are gone."""
+        if self.states:
+            self.states.settle(self.state)
 
     @property
     def has_plans(self) -> bool:
@@ -360,8 +444,8 @@ class MemoryManager(ThreadGuard):
         """Suspend statistics and a window of group 0 while the caller refills the prefix cache by open, plan, commit.
 
         Inside the context, `open` counts in no statistic of prompts, and group 0 gives back no page: a page that was
-        given back could be evicted for the next one. Both resume at the end, also after an exception or an interrupt:
-        `open` and `commit` ask whether the context is under way, and nothing else changes.
+        given back could be evicted for the next one. Plans made inside the context have no recurrent states. All resume
+        at the end, also after an exception or an interrupt: these calls ask whether the context is under way.
         """
         token = _Restoring()
         outer = self._restoring_from(ref(token))
@@ -399,7 +483,10 @@ class MemoryManager(ThreadGuard):
             )
         self._grow_tables(pages=pages)
         state = self.state
-        row = page_tables.pin_space(state, asid) if asid >= 0 else page_tables.pin_frames(state, closure)
+        if self.states:
+            row = self.states.pin(state, asid, closure, self._most_pinned)
+        else:
+            row = page_tables.pin_space(state, asid) if asid >= 0 else page_tables.pin_frames(state, closure)
         return self._registry.add_pin(Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline))
 
     def _closure(self, wanted: I32) -> I32:
@@ -425,6 +512,7 @@ class MemoryManager(ThreadGuard):
             )
         page_tables.unpin_row(self.state, pin.asid)
         del self._registry.pins[pin.asid]
+        self._settle_states()
 
     def holds(self, pin: Pin) -> bool:
         """Return True if the frames of `pin` are pinned by it."""
@@ -454,7 +542,9 @@ class MemoryManager(ThreadGuard):
         Returns: how many frames waited for them. A second call for the same epoch does nothing.
         Raises:  InvalidRequest for an epoch that was not opened
         """
-        return epochs.advance(self.state, epoch)
+        waited = epochs.advance(self.state, epoch)
+        self._settle_states()
+        return waited
 
     @exclusive
     def advise(self, space: AddressSpace, advice: str = "WILLNEED") -> None:
@@ -473,7 +563,9 @@ class MemoryManager(ThreadGuard):
     @exclusive
     def evict(self, count: int) -> int:
         """Free up to `count` cached frames, in the policy's order. Return how many were freed."""
-        return int(steps.evict_frames(self.state, whole(count, "count")))
+        evicted = int(steps.evict_frames(self.state, whole(count, "count")))
+        self._settle_states()
+        return evicted
 
     @exclusive
     def forget(self) -> int:
@@ -494,7 +586,7 @@ class MemoryManager(ThreadGuard):
                 f"forget() while {len(rows)} pins hold {pinned} frames, the first for "
                 f"{owner or 'an unnamed owner'}; unpin them first"
             )
-        freed = int(forget_pages(self.state))
+        freed = int(self.states.forget(self.state) if self.states else forget_pages(self.state))
         if self._proves:
             self.check()
         return freed
@@ -515,14 +607,37 @@ class MemoryManager(ThreadGuard):
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
         refuse_resize(self.state, num_frames)
+        self._settle_states()
         old = st.copied(self.state)  # frames are evicted there: if `move` fails, nothing was changed
         state, moves = resized(old, num_frames)
         used = np.flatnonzero(state.frames["status"][: len(old.frames)] != st.FREE)
         others = move(np.setdiff1d(used, moves[:, 1]), moves) if move else ()
         mine = (self, "state", state), (self, "num_frames", num_frames), self._log.renumbered(old, moves)
-        assign_together((*mine, *others))
+        bindings = self.states.resized(old, state, moves) if self.states else ()
+        assign_together((*mine, *bindings, *others))
         if self._last_callers:
             self._last_callers.renumber(moves, num_frames)
+        if self._proves:
+            self.check()
+        return moves
+
+    @exclusive
+    def resize_states(self, num_frames: int, move: Callable[[I32], Iterable[Assignment]] | None = None) -> I32:
+        """Make the pool of recurrent states larger or smaller. See resize, whose rules hold.
+
+        move:    a function of the state frames that move (int32 [M, 2], source and target), as that of `resize`.
+        Returns: int32 [M, 2]: these frames
+        Raises:  as resize; InvalidRequest for a manager without states. Nothing was changed then.
+        """
+        num_frames = whole(num_frames, "num_frames", 1, 2**31)
+        if self.states is None:
+            raise InvalidRequest("resize_states of a manager without states; make it with states=StatePool(...)")
+        if self.has_plans:
+            raise PlanConflict("resize_states while a plan is outstanding; commit or abort it first")
+        self.states.settle(self.state)
+        changes, moves, state = self.states.resized_to(self.state, num_frames)
+        others = move(moves) if move else ()
+        assign_together(((self, "state", state), *changes, *others))
         if self._proves:
             self.check()
         return moves
@@ -605,7 +720,7 @@ class MemoryManager(ThreadGuard):
 
     def stats(self) -> Stats:
         """Return the counters and the waste in mapped frames. O(open spaces), or O(frames) if a tenant has a quota."""
-        return gather(self.state, self.usages())
+        return gather(self.state, self.usages(), self.states.stats() if self.states else None)
 
     def mean_run(self) -> float:
         """Return pages / runs over all open spaces: the mean length of a run of neighbouring frames. O(pages)."""
@@ -668,10 +783,12 @@ class MemoryManager(ThreadGuard):
         Returns: how many of each
         """
         self._restoring = None  # of a context that an interrupt ended
-        return self._registry.recover(self.state)
+        recovered = self._registry.recover(self.state, self._abort)
+        self._settle_states()
+        return recovered
 
     def check(self, level: int = 3) -> None:
-        """Check the invariants I1 to I9. O(frames + pages).
+        """Check the invariants I1 to I9, and I10 to I16 with recurrent states. O(frames + pages).
 
         level: 1 checks the counters, 2 also every frame, 3 also every page, list and index entry.
         Raises: InvariantViolation that names the law and the first frame or space that breaks it
@@ -680,6 +797,9 @@ class MemoryManager(ThreadGuard):
         plans = [step for _, step in self._registry.plans.values() if step.is_outstanding]
         try:
             check_state(self.state, level, Expected(self.policy, seeds, plans, self.groups))
+            if self.states:
+                self.states.settle(self.state)
+                check_states(self.state, self.states, level, plans)
         except InvariantViolation as broken:
             if self._last_callers is None:
                 raise
@@ -708,6 +828,18 @@ class MemoryManager(ThreadGuard):
         """Return the number of committed tokens of `space`."""
         return int(self._records()["length"][self._asid(space)])
 
+    def ready_of(self, space: AddressSpace) -> int:
+        """See AddressSpace.ready."""
+        asid = self._asid(space)
+        return self.states.ready(asid) if self.states else int(self._records()["length"][asid])
+
+    def stops_of(self, space: AddressSpace, end: int) -> list[int]:
+        """See AddressSpace.stops."""
+        asid, end = self._asid(space), whole(end, "end")
+        if self.states:
+            return self.states.stops(asid, end)
+        return [end] if end > self._records()["length"][asid] else []
+
     def pages_of(self, space: AddressSpace, group: int = 0) -> I32:
         """See AddressSpace.pages and pages_in."""
         asid = self._asid(space)
@@ -729,7 +861,12 @@ class MemoryManager(ThreadGuard):
         root, self.state = self._roots.of(tenant, self.state, salts)
         if self._accounts:
             self.state.roots[root.number, st.CHARGED] = self._accounts.get(tenant, 0)
-        asid, generation = page_tables.open_space(self.state, root.number, root.seed, ids, most, self._is_restoring())
+        restoring = self._is_restoring()
+        if self.states:
+            most = self.states.most(self.state, root, ids, most) if self._slides else most
+        asid, generation = page_tables.open_space(self.state, root.number, root.seed, ids, most, restoring)
+        if self.states:
+            self.states.opened(self.state, asid, ids)
         if len(self.state.log):
             for each in self._roots.chain(tenant, salts, self.block_size):
                 self._log.root_taken(self.state, each.number, (tenant, each.own))
@@ -747,6 +884,7 @@ class MemoryManager(ThreadGuard):
             self._open_prompts.remove(asid)
         if self.state.reg[st.CLOSED_LONG]:
             st.return_memory(self.state)
+        self._settle_states()
 
     @exclusive
     def _restoring_from(self, token: ref[_Restoring] | None) -> ref[_Restoring] | None:

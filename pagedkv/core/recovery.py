@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import starmap
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
@@ -36,6 +36,8 @@ from pagedkv.core.tables import page_tables, steps
 
 Assignment = tuple[object, str, object]
 """An object, the name of one of its attributes, and its new value."""
+
+Abort = Callable[[Step, bool], tuple[int, int]]
 
 Handle = TypeVar("Handle", AddressSpace, Plan, Pin)
 
@@ -150,19 +152,22 @@ class Registry:
                 return f"a pin by row {row} was dropped before unpin()"
         return ""
 
-    def recover(self, s: State) -> Recovered:
-        """Abort the plans, close the spaces and unpin the frames that no living handle names. Return how many."""
+    def recover(self, s: State, abort: Abort) -> Recovered:
+        """Abort the plans, close the spaces and unpin the frames that no living handle names. Return how many.
+
+        abort: a function of a step and whether its copies were made, which returns a code of tables/steps.py.
+        """
         losses = self._losses(s)
-        recovered = Recovered(self._abort_lost_plans(s), self._close_lost_spaces(s), self._unpin_lost_frames(s))
+        recovered = Recovered(self._abort_lost_plans(abort), self._close_lost_spaces(s), self._unpin_lost_frames(s))
         self._forget_sites()
         self._warn(losses)  # last: a filter may make errors of warnings
         return recovered
 
-    def _abort_lost_plans(self, s: State) -> int:
+    def _abort_lost_plans(self, abort: Abort) -> int:
         aborted = 0
         for number, (plan, step) in reversed(list(self.plans.items())):
             if step.is_outstanding and plan() is None:
-                code, _ = steps.abort_step(s, step.rows, step.longs, step.ints, False)
+                code, _ = abort(step, False)
                 aborted += code == steps.OK
             if not step.is_outstanding:
                 del self.plans[number]

@@ -94,6 +94,9 @@ FREE_LISTS: Final = LOGGED
 # reg, after the heads: rows of LONG pages or more that were closed, and whose memory was not given back since
 CLOSED_LONG: Final = FREE_LISTS + 4
 
+# reg, after that: entries of the queue in `State.checkpoints`
+NUM_LOST: Final = CLOSED_LONG + 1
+
 # reg, after that: for each of the 33 lists of frames its oldest frame, newest frame, length and bonus
 FIRST_LIST: Final = 32
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
@@ -213,6 +216,9 @@ class State(NamedTuple):
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 4 + S] the last events (events.py); [0, 4 + S] if none are kept
     groups: I64  # [layer groups, 5] window (0: sees all), sinks, two columns of scratch (layer_groups.py), keep
+    # [2 F + MAX_SPACES]: the recurrent state that is bound to the page in each frame, or NIL, then a queue of NUM_LOST
+    # entries (states/bindings.py); [0] without recurrent states
+    checkpoints: I32
 
 
 class FrameViews(NamedTuple):
@@ -390,7 +396,13 @@ def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool
         reg=reg,
         log=np.zeros((events, 4 + block_size), np.int32),
         groups=groups,
+        checkpoints=np.zeros(0, np.int32),
     )
+
+
+def with_checkpoints(state: State) -> State:
+    """Return the state with an array for the recurrent state of each page."""
+    return state._replace(checkpoints=np.full(2 * len(state.frames) + MAX_SPACES, NIL, np.int32))
 
 
 def with_salts(state: State) -> State:

@@ -17,7 +17,9 @@ from pagedkv.core import background
 from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.manager import MemoryManager
+from pagedkv.core.states.door import StatePool
 from pagedkv.core.tables import page_tables, steps
+from pagedkv.core.tables.layer_groups import Group
 
 
 def warm_up() -> None:
@@ -39,6 +41,23 @@ def warm_up() -> None:
     mm.unpin(mm.pin(twin.pages))
     mm.evict(1)
     mm.resize(16)
+    mm.forget()
+
+
+def warm_up_states() -> None:
+    """Call every compiled function of a MemoryManager with recurrent states once, on a small pool of its own."""
+    mm = MemoryManager(num_frames=16, block_size=2, states=StatePool(8), groups=(Group(), Group(window=4)))
+    space = mm.open([1, 2, 3, 4, 5])
+    mm.commit(mm.plan([space], [5]), [1, 2, 3, 4, 5])
+    mm.commit(mm.plan([space], [1]), [6])
+    mm.abort(mm.plan([space], [2], certain=[1]))
+    space.truncate(6)
+    mm.reorder([space, space.fork()], [0])
+    mm.unpin(mm.pin(space))
+    mm.retire(1)
+    mm.advance(1)
+    mm.why([1, 2, 3])
+    mm.resize(8)
     mm.forget()
 
 

@@ -308,7 +308,8 @@ class Loader:
         try:
             if len(fetch.space) != fetch.first * size:
                 raise OutOfFrames(num_pages, 0)
-            fetch.plan = cache.plan([fetch.space], [num_pages * size]).plan
+            with self._manager().restoring():
+                fetch.plan = cache.plan([fetch.space], [num_pages * size]).plan
         except OutOfFrames:
             fetch.pages = []
             fetch.space.release()

@@ -79,7 +79,9 @@ def test_doctor_lists_facts_about_the_machine(command, monkeypatch):
 
 def test_warm_compiles_everything_and_says_where(command, monkeypatch):
     out = command("warm").out
-    assert re.search(r"memory manager +\d+\.\d s\nframe pool +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out)
+    assert re.search(
+        r"memory manager +\d+\.\d s\nframe pool +\d+\.\d s\nstates +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out
+    )
     assert "compiled functions are kept in" in out
     monkeypatch.setattr(MACHINE_CODE, "folder", None)
     out = warm.place()

@@ -385,7 +385,7 @@ def grown(
 ) -> AddressSpace:
     """Return a new space that holds `tokens`, committed."""
     space = mm.open(tokens, tenant=tenant, salt=salt)
-    rest = tokens[len(space) :]
+    rest = tokens[space.ready :]
     mm.commit(mm.plan([space], [len(rest)]), rest)
     return space
 

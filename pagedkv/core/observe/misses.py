@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,19 +21,40 @@ class Miss:
     "evicted"           the next page was evicted not long ago (recognised by a hash, wrong once in 2**30)
     "other root"        the next page is published for another tenant, or with other salts, only
     "never published"   the next page was never published, or was evicted long ago
+
+    ready: tokens of them that have a recurrent state, or None for a manager without states: the rest is computed again.
+    state_reason: why no more have one: "evicted" not long ago, "never kept", or "" if all have.
     """
 
     reason: str
     tokens_matched: int
+    ready: int | None = field(default=None, repr=False)
+    state_reason: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        text = f"pages to {self.tokens_matched:,}: {self.reason}"
+        if self.ready is not None and self.state_reason:
+            text = f"pages to {self.tokens_matched:,}, state to {self.ready:,}: {self.state_reason}"
+        return text
 
 
-def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Miss:
+_StatesOf = Callable[[State, I32], tuple[int, str]]
+"""A function of the frames of a prefix. It returns how many of its tokens have a recurrent state, and why no more."""
+
+
+def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, states: _StatesOf | None = None) -> Miss:
     """Return how many tokens `open` would match, and why no more pages match. prompt: its tenant and its salts.
 
-    O(pages), times the roots if a page is missing.
+    O(pages), times the roots if a page is missing. states: see _StatesOf.
     """
     own, pages, _, evicted = _matched(s, roots, prompt, ids, len(ids))
     size = s.tokens.shape[1]
+    ready: tuple[int, str] | tuple[None, str] = (None, "")
+    if states is not None:
+        mine = np.empty(pages, np.int32)
+        if own is not None and pages:
+            page_tables.find_prefix(s, own.number, own.seed, ids[: pages * size + 1], len(ids), mine)
+        ready = states(s, mine)
     whole = max(0, (len(ids) - 1) // size)
     found = np.empty(whole, np.int32)
     if whole == 0:
@@ -49,7 +71,7 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
         reason = "other root"
     else:
         reason = "never published"
-    return Miss(reason, pages * size)
+    return Miss(reason, pages * size, *ready)
 
 
 def known_tokens(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, most: int) -> int:

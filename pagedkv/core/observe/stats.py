@@ -30,6 +30,24 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class StateStats:
+    """The state frames of a manager, and totals of its past."""
+
+    num_frames: int
+    free: int
+    mapped: int  # held by spaces, steps and pins
+    cached: int  # checkpoints that no space holds
+    retired: int  # wait for an epoch or a plan
+    checkpoints: int  # bound to a page
+    evictions: int
+    published: int  # checkpoints made
+    skipped: int  # saves inside a step that were left out: no free frame, or over the limit of one step
+    copied: int  # frames copied by copy_states, for kernels that change a state in place; commit copies none
+    tokens_computed: int  # committed tokens, those computed again included
+    tokens_replayed: int  # of these, how many were computed again, for their state
+
+
+@dataclass(frozen=True)
 class Stats:
     """The present contents of the pool, and totals of its past. Frames and tokens are counts; rates are shares of 1."""
 
@@ -56,6 +74,7 @@ class Stats:
     copies: int
     deduplicated: int
     tenants: dict[bytes, Usage] = field(default_factory=dict)  # the tenants that have quotas
+    states: StateStats | None = None  # of recurrent states, if the manager has them
 
     @property
     def waste(self) -> float:
@@ -99,7 +118,7 @@ def gather_pool(s: State, tenants: dict[bytes, Usage]) -> PoolStats:
     )
 
 
-def gather(s: State, tenants: dict[bytes, Usage]) -> Stats:
+def gather(s: State, tenants: dict[bytes, Usage], states: StateStats | None = None) -> Stats:
     """Return the figures of this moment. O(open spaces), and again for tails that are full pages of another space."""
     rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
     count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
@@ -114,6 +133,7 @@ def gather(s: State, tenants: dict[bytes, Usage]) -> Stats:
         slots_mapped=mapped * size,
         slots_wasted=_wasted(s, _all_groups(s, rows)),
         tenants=tenants,
+        states=states,
         **count,
     )
 

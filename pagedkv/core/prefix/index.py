@@ -21,7 +21,7 @@ import numpy as np
 
 from pagedkv.core.compiled import inlined, inner, prefetch
 from pagedkv.core.prefix.events import log_removed, log_stored
-from pagedkv.core.state import CACHED, I32, IN_USE, NIL, ROOT_BEFORE, SALT_SEED, SALTED_PAGE, State
+from pagedkv.core.state import CACHED, I32, IN_USE, NIL, NUM_LOST, ROOT_BEFORE, SALT_SEED, SALTED_PAGE, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)
@@ -226,6 +226,16 @@ def remove(s: State, frame: int) -> None:
         s.roots[salt - 1, IN_USE] -= 1
     if len(s.log):
         log_removed(s.log, s.reg, frame)
+    if len(s.checkpoints) and s.checkpoints[frame] >= 0:
+        note_loss(s, frame)
+        s.checkpoints[frame] = -2 - s.checkpoints[frame]
+
+
+@inlined
+def note_loss(s: State, entry: int) -> None:
+    """Queue a frame that lost its page, or -1 - asid of a space that was closed, for states/bindings.py."""
+    s.checkpoints[len(s.frames) + s.reg[NUM_LOST]] = entry
+    s.reg[NUM_LOST] += 1
 
 
 @inner

@@ -24,7 +24,8 @@ class Opened(NamedTuple):
 
     spaces: one for each row, in order.
     skip:   how many leading columns need no computation in any row: padding, or tokens that are known. With `pads`,
-            each space ends at that column. Without, a row may know more tokens: `len(space)` says how many.
+            each space ends at that column. Without, a row may know more tokens: `len(space)` says how many. With
+            recurrent states, tokens count that are ready, and a space may be longer.
     """
 
     spaces: list[AddressSpace]

@@ -194,12 +194,15 @@ def publish_companions(s: State, asid: int, page: int) -> bool:
 
 
 @compiled
-def group_lacking_pages(s: State, asid: int, length: int) -> int:
-    """Return the first group in which a query at position `length` would see a page that was given back, or -1."""
+def group_lacking_pages(s: State, asid: int, length: int, begins: int) -> int:
+    """Return the first group in which a query would see a page that was given back, or -1.
+
+    The queries are those from position `begins` to `length`: with recurrent states, tokens are computed again.
+    """
     size = s.tokens.shape[1]
     for group in range(len(s.groups)):
         if s.groups[group, 0] > 0:
             for page in range((length + size - 1) // size):
-                if s.table[asid + group, page] == HOLE and _is_visible(s, group, page, length):
+                if s.table[asid + group, page] == HOLE and _is_visible(s, group, page, begins):
                     return group
     return -1

@@ -110,7 +110,7 @@ def open_space(s: State, root: int, seed: int, token_ids: I32, most: int, restor
         _set_length(s, row, matched, num_pages)
     s.spaces[asid].complete = pages
     if layer_groups.leader_has_window(s) and not restoring:
-        slide_windows(s, asid, np.int64(0), restoring)
+        slide_windows(s, asid, np.int64(0), np.int64(s.spaces[asid].length), restoring)
     return asid, int(s.spaces[asid].generation)
 
 
@@ -302,10 +302,11 @@ def truncate_space(s: State, asid: int, length: int) -> None:
 
 
 @inlined
-def slide_windows(s: State, asid: int, before: int, restoring: bool) -> None:
+def slide_windows(s: State, asid: int, before: int, length: int, restoring: bool) -> None:
     """Unmap the pages behind the windows of `asid`, which no query sees again, except those to keep.
 
-    before:    its length until this commit.
+    length:    the position of the next query: the space's length, or `ready` with recurrent states.
+    before:    the same position before this commit.
     restoring: whether group 0 keeps all pages: a page that was given back could be evicted for the next one.
     """
     for group in range(len(s.groups) - 1, 0 if restoring else -1, -1):
@@ -314,7 +315,7 @@ def slide_windows(s: State, asid: int, before: int, restoring: bool) -> None:
             first = layer_groups.num_sink_pages(s, group)
             if s.spaces[row].first_hole != NO_HOLE:  # earlier pages were given back earlier
                 first = max(first, layer_groups.first_kept_page(s, group, before))
-            last = min(layer_groups.first_kept_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)
+            last = min(layer_groups.first_kept_page(s, group, length), s.spaces[row].num_pages)
             if first < last:
                 _leave_behind(s, asid, group, first, last)
 
@@ -357,6 +358,8 @@ def close_space(s: State, asid: int) -> None:
         s.spaces[row].complete = num_pages
     s.spaces[s.reg[NUM_UNUSED_ASIDS]].unused_asid = asid
     s.reg[NUM_UNUSED_ASIDS] += 1
+    if len(s.checkpoints):
+        index.note_loss(s, -1 - asid)
 
 
 @compiled

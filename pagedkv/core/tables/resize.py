@@ -42,6 +42,7 @@ from pagedkv.core.state import (
     account_registers,
     list_registers,
     new_state,
+    with_checkpoints,
     with_salts,
 )
 from pagedkv.core.tables import steps
@@ -104,6 +105,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     same = min(num_frames, len(s.frames))
     fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=True)
     fresh = with_salts(fresh) if len(s.salts) else fresh
+    fresh = with_checkpoints(fresh) if len(s.checkpoints) else fresh
     for name in ("frames", "tokens", "salts"):
         old, new = getattr(s, name), getattr(fresh, name)
         if len(old):
@@ -133,6 +135,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
         chunks=fresh.chunks,
         bucket=fresh.bucket,
         ghosts=fresh.ghosts,
+        checkpoints=fresh.checkpoints,
         table=_renumbered(np.where(np.arange(s.table.shape[1]) < s.spaces["num_pages"][:, None], s.table, HOLE), into),
         reg=reg,
     )

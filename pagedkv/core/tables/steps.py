@@ -320,7 +320,7 @@ def commit_step(
     ended = 0 if keep else 1
     t, sliding = 0, False
     for group in range(len(s.groups)):
-        sliding |= s.groups[group, 0] > 0
+        sliding |= s.groups[group, 0] > 0 and (len(s.checkpoints) == 0 or restoring)  # else states/steps.py does
     for i in range(len(asids)):
         asid = np.int64(asids[i])  # one type, so that each function it is passed to is compiled once
         _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
@@ -339,7 +339,7 @@ def commit_step(
         if s.spaces[asid].status == CLOSING or length >= (s.spaces[asid].complete + 1) * size:
             _settle(s, asid)
         if sliding and s.spaces[asid].status == OPEN and accepted[i]:
-            page_tables.slide_windows(s, asid, starts[i], restoring)
+            page_tables.slide_windows(s, asid, starts[i], length, restoring)
     if keep:
         for i in range(len(asids)):
             starts[i] += accepted[i]

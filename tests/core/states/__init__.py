@@ -1,0 +1,1 @@
+"""Recurrent states: a walk, laws and costs."""
