@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pagedkv.cache.paged import PagedKVCache
+    from pagedkv.cache.states import StateSpec
     from pagedkv.core.handles import AddressSpace
     from pagedkv.errors import InvariantViolation, KernelUnavailable, OutOfFrames, PagedKVError
     from pagedkv.kernels.args import KVLayer, PagedBatch
@@ -33,6 +34,7 @@ _HOME = {
     "PagedBatch": "pagedkv.kernels.args",
     "PagedKVCache": "pagedkv.cache.paged",
     "PagedKVError": "pagedkv.errors",
+    "StateSpec": "pagedkv.cache.states",
     "bind_attention": "pagedkv.kernels.bound",
     "bind_write": "pagedkv.kernels.bound",
     "copy_frames": "pagedkv.kernels.ops",
@@ -54,6 +56,7 @@ __all__ = [
     "PagedBatch",
     "PagedKVCache",
     "PagedKVError",
+    "StateSpec",
     "bind_attention",
     "bind_write",
     "copy_frames",

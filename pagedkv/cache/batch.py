@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pagedkv.cache.mirror import DeviceMirror
+from pagedkv.cache.states import StateBatch
 from pagedkv.core.handles import Plan
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import PagedBatch
@@ -33,10 +34,12 @@ class PlannedBatch(PagedBatch):
 
     plan:       the same step for the memory manager, as numpy arrays.
     num_layers: layers of the model.
+    states:     the recurrent states that the step reads and writes; None unless the cache has them.
     """
 
     plan: Plan = field(kw_only=True)
     num_layers: int = field(kw_only=True)
+    states: StateBatch | None = field(kw_only=True, default=None)
 
     def __getitem__(self, layer: int) -> PagedBatch:
         """Return the batch that the kernels of `layer` take: the batch of its group, if the cache has several groups.
@@ -52,7 +55,8 @@ class PlannedBatch(PagedBatch):
 
         `commit` and `abort` take either batch.
         """
-        return PlannedBatch(**vars(super().padded(mask)), plan=self.plan, num_layers=self.num_layers)
+        padded = vars(super().padded(mask))
+        return PlannedBatch(**padded, plan=self.plan, num_layers=self.num_layers, states=self.states)
 
     __iter__ = None
     """A batch is no sequence of layers: `for` over `batch[0]`, `batch[1]`, ... would never end."""
@@ -90,11 +94,14 @@ class _GroupedBatch(PlannedBatch):
     _groups: tuple[PagedBatch, ...]
     _layer_groups: tuple[int, ...]
 
-    def __init__(self, plan: Plan, groups: tuple[PagedBatch, ...], layer_groups: tuple[int, ...]) -> None:
+    def __init__(
+        self, plan: Plan, groups: tuple[PagedBatch, ...], layer_groups: tuple[int, ...], states: StateBatch | None
+    ) -> None:
         first = groups[0]
         vars(self).update(  # the class is frozen: attributes cannot be assigned
             plan=plan,
             num_layers=len(layer_groups),
+            states=states,
             seq_lens=first.seq_lens,
             cu_seqlens_q=first.cu_seqlens_q,
             positions=first.positions,
@@ -112,7 +119,8 @@ class _GroupedBatch(PlannedBatch):
 
     def padded(self, mask: torch.Tensor) -> _GroupedBatch:
         """Return the batch of the same plan for padded tensors, see PagedBatch.padded."""
-        return _GroupedBatch(self.plan, tuple(group.padded(mask) for group in self._groups), self._layer_groups)
+        groups = tuple(group.padded(mask) for group in self._groups)
+        return _GroupedBatch(self.plan, groups, self._layer_groups, self.states)
 
     @property
     def slots(self) -> NoReturn:  # type: ignore[override]
@@ -155,9 +163,13 @@ def planned_batch(
         groups = [
             on_cpu(plan, group) if mirror is None else on_device(plan, mirror, block_size, group) for group in numbers
         ]
+    states = None
+    if plan.states is not None:
+        device = torch.device("cpu") if mirror is None else mirror.device
+        states = StateBatch.of(plan.states, device) if into is None else into.states
     if len(groups) == 1:
-        return PlannedBatch(**groups[0], plan=plan, num_layers=len(layer_groups))
-    return _GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups)
+        return PlannedBatch(**groups[0], plan=plan, num_layers=len(layer_groups), states=states)
+    return _GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups, states)
 
 
 def _table_and_rows(

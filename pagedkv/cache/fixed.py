@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from pagedkv.cache.states import StateBatch
 from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from pagedkv.core.handles import Plan
 
-PADDING: Final = {"slots": -1, "positions": 0, "seq_lens": 0, "rows": 0}
+PADDING: Final = {"slots": -1, "positions": 0, "seq_lens": 0, "rows": 0, "state_in": -1, "state_out": -1}
 """The values of a sequence that the step does not have. Its entry of cu_seqlens_q is the number of real sequences."""
 
 
@@ -43,9 +44,12 @@ class FixedBatch:
         self.max_seqlen_k: int = max_seqlen_k
         pins = device.type == "cuda"
         parts = [("slots", g) for g in range(num_groups)] + [("positions", 0), ("seq_lens", 0), ("cu_seqlens_q", 0)]
+        parts += [("state_in", 0), ("state_out", 0), ("save_indptr", 0)]
         parts += [("rows", g) for g in range(num_groups)]  # 8-byte elements first: each part is aligned
         dtypes = {name: np.dtype(np.int64 if name in ("slots", "positions") else np.int32) for name, _ in parts}
-        sizes = [(num_sequences + (name == "cu_seqlens_q")) * dtypes[name].itemsize for name, _ in parts]
+        sizes = [
+            (num_sequences + (name in ("cu_seqlens_q", "save_indptr"))) * dtypes[name].itemsize for name, _ in parts
+        ]
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pins)
         self._sent = self._host if device.type == "cpu" else self._host.to(device)
         self._was_sent = torch.cuda.Event() if pins else None  # type: ignore[no-untyped-call]
@@ -56,6 +60,12 @@ class FixedBatch:
         for (name, group), host, sent in zip(parts, *views, strict=True):
             self._arrays[name, group] = host.numpy().view(dtypes[name])
             self._tensors[name, group] = sent.view(torch.int64 if dtypes[name].itemsize == 8 else torch.int32)
+
+    @property
+    def states(self) -> StateBatch:
+        """The recurrent states of the step. A step of one token a sequence saves no state inside."""
+        state_in, state_out, bounds = (self._tensors[name, 0] for name in ("state_in", "state_out", "save_indptr"))
+        return StateBatch(state_in, state_out, bounds, bounds[:0], bounds[:0])
 
     def check(self, counts: Iterable[int], longest: int) -> None:
         """Raise InvalidRequest if a step of `counts` new tokens and up to `longest` tokens in all does not fit."""
@@ -80,6 +90,10 @@ class FixedBatch:
         for (name, group), array in arrays.items():
             if name == "cu_seqlens_q":
                 array[: num + 1], array[num + 1 :] = plan.cu_seqlens_q, num
+                continue
+            if name.startswith(("state", "save")):
+                if plan.states is not None and name != "save_indptr":  # a step of one token saves none inside
+                    array[:num], array[num:] = getattr(plan.states, name), PADDING[name]
                 continue
             of_group = {"slots": plan.group_slots[group], "rows": rows[group]}
             array[:num], array[num:] = of_group.get(name, getattr(plan, name, None)), PADDING[name]

@@ -34,15 +34,16 @@ from pagedkv.cache.fixed import FixedBatch
 from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.poison import Poison
+from pagedkv.cache.states import StateSpec, StateStorage
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
-from pagedkv.core import Group, MemoryManager
+from pagedkv.core import Group, MemoryManager, Places, StatePool
 from pagedkv.core.arguments import whole
 from pagedkv.core.handles import Plan
 from pagedkv.core.manager import Counts, Spaces
 from pagedkv.core.recovery import Assignment
 from pagedkv.core.spaces.opening import Salt
 from pagedkv.core.state import I32
-from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
+from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, QuotaExceeded
 from pagedkv.kernels import quant, registry
 from pagedkv.kernels.args import KVLayer, sides
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
@@ -75,6 +76,9 @@ class PagedKVCache(MemoryManager):
     kernels:      a backend's name, or "auto". The choice is made here, once, and shown in the repr.
     tiers:        memory under the pool, the fastest first, for example [HostTier("16GiB")]: see `fetch`.
     write_back:   the pages that the tiers store; None for all, see tiers.WriteBack.
+    states:       for a hybrid model, the recurrent state of a sequence. A step then computes from `space.ready` on.
+    state_memory: frames for states: bytes such as "2GiB", a share of the pool's bytes such as "5%", or their number.
+    places:       where states are kept for later prompts, see core.Places; None for its defaults.
     model, rank:  a name for the weights, and the number of this process if several share a model: pages in tiers are
                   found only under equal ones. A disk tier needs a model.
     manager_options: the keyword options of MemoryManager, for example policy="2q".
@@ -97,6 +101,7 @@ class PagedKVCache(MemoryManager):
         kernels: str = registry.AUTO,
         tiers: Sequence[Tier] = (),
         write_back: WriteBack | None = None,
+        states: StateSpec | None = None, state_memory: str | int = "5%", places: Places | None = None,
         model: str = "", rank: int = 0,
         **manager_options: Any,
     ) -> None:  # fmt: skip
@@ -112,6 +117,11 @@ class PagedKVCache(MemoryManager):
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
         self.tiers: TierStack = TierStack(tiers, write_back, model=model, rank=rank)
         self.tiers.require_events(manager_options, frames)
+        if not isinstance(states, StateSpec | None) or (states is None and places is not None):
+            raise InvalidRequest(f"states is {states!r:.80}, with places {places}; give a StateSpec, or neither")
+        if states is not None:
+            num_states = states.frames_in(state_memory, frames * max(spec.frame_bytes for spec in self.specs))
+            manager_options["states"] = StatePool(num_states, places or Places())
         super().__init__(frames, self.spec.block_size, **manager_options)
         _refuse_other_groups(self.groups, self.specs)
         self.kernel: Kernel = registry.choose(self.spec, str(self.device), kernels)
@@ -121,6 +131,9 @@ class PagedKVCache(MemoryManager):
         copying = Case("copy_frames", self.device.type, device_index=self.device.index)
         self._copy_frames = registry.resolve(copying, self.backend).load().copy_frames
         self.storage: Storage = self._storage(frames)
+        self.state_storage: StateStorage | None = None
+        if states is not None:
+            self.state_storage = StateStorage(states, num_states, self.device)
         self._resized: list[Callable[[PagedKVCache], object]] = []
         self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
@@ -226,8 +239,9 @@ class PagedKVCache(MemoryManager):
 
     @breaks_graph
     def plan(  # type: ignore[override]
-        self, batch: Spaces, counts: Counts, *, into: FixedBatch | None = None
-    ) -> PlannedBatch:
+        self, batch: Spaces, counts: Counts, *, into: FixedBatch | None = None, certain: Counts | None = None,
+        saves_inside: bool = True,
+    ) -> PlannedBatch:  # fmt: skip
         """Map frames for `counts[i]` new tokens of each space, and copy shared tails. See MemoryManager.plan.
 
         into: tensors of `fixed_batch` for a decode step; None for new ones.
@@ -237,10 +251,10 @@ class PagedKVCache(MemoryManager):
         """
         while True:
             try:
-                plan = super().plan(batch, counts)
+                plan = super().plan(batch, counts, certain=certain, saves_inside=saves_inside)
                 break
             except OutOfFrames as lack:
-                if not (self.tiers.release_for(lack) or self._grow(lack)):
+                if lack.pool == "states" or not (self.tiers.release_for(lack) or self._grow(lack)):
                     raise
         try:
             if into is not None:
@@ -249,10 +263,26 @@ class PagedKVCache(MemoryManager):
             if len(plan.splits):
                 copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
                 self._copy_frames(self.storage.frames, copies)
-            return planned_batch(plan, self.layer_groups, self._mirror, self.spec.block_size, into)
+            planned = planned_batch(plan, self.layer_groups, self._mirror, self.spec.block_size, into)
+            if planned.states is not None and self.state_storage is not None and self._poison.is_on:
+                self.state_storage.poison(planned.states.state_out, planned.states.save_frames)
+            return planned
         except BaseException:  # the caller has no plan to abort
             super().abort(plan)
             raise
+
+    def copy_states(self, batch: PlannedBatch) -> None:
+        """Copy the state of each sequence from state_in to state_out, for kernels that change a state in place.
+
+        Zeros are written for a sequence without a state. Kernels that write another frame need no copy.
+        Modifies: the frames of state_out
+        """
+        if self.state_storage is None or self.states is None:
+            raise InvalidRequest("copy_states of a cache without states; make it with states=StateSpec(...)")
+        self._require_own(plan := _plan_of(batch, "copy_states"), "copy_states")
+        if not plan.is_outstanding or batch.states is None:
+            raise PlanConflict("copy_states of a batch that is settled already; call it before commit or abort")
+        self.states.count_copies(self.state_storage.copy(batch.states.state_in, batch.states.state_out))
 
     @breaks_graph
     def commit(  # type: ignore[override]
@@ -338,6 +368,27 @@ class PagedKVCache(MemoryManager):
 
         super().resize(num_frames, move)
         self._poison.begin(self)
+        for callback in self._resized:
+            callback(self)
+
+    def resize_states(self, num_frames: int) -> None:  # type: ignore[override]
+        """Make the pool of recurrent states larger or smaller and keep its contents. See MemoryManager.resize_states.
+
+        `state_storage` is replaced: read it again, and capture CUDA graphs again.
+        """
+        old = self.state_storage
+        if old is None:
+            raise InvalidRequest("resize_states of a cache without states; make it with states=StateSpec(...)")
+        storage = StateStorage(old.spec, old.spec.frames_in(num_frames, 0), self.device)
+
+        def move(moves: I32) -> list[Assignment]:
+            same = min(len(old.frames), len(storage.frames))
+            storage.frames[:same] = old.frames[:same]
+            source, target = torch.from_numpy(moves.astype(np.int64)).to(self.device).unbind(1)
+            storage.frames[target] = old.frames[source]
+            return [(self, "state_storage", storage)]
+
+        super().resize_states(len(storage.frames), move)
         for callback in self._resized:
             callback(self)
 
