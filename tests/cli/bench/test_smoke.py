@@ -21,6 +21,7 @@ from pagedkv.bench.generate import models
 from pagedkv.bench.generate import runner as generate
 from pagedkv.bench.manager import scaling
 from pagedkv.bench.record import Row
+from pagedkv.bench.states import runner as states
 from pagedkv.bench.tiers import first_token, speed
 from tests.cli.conftest import Command
 
@@ -60,6 +61,10 @@ RUNS: dict[str, tuple[Callable[[Callable[[Row], None], Path], object], set[tuple
         lambda report, _: fragmentation.measure(
             report, is_quick=True, only=["sharegpt", "window", "beams-2", "samples-2"]),
         {("useful", name) for name in fragmentation_cells.MAIN} | {("saved", "pagedkv"), ("waste", "pagedkv")},
+    ),
+    "states": (
+        lambda report, _: states.measure(report, is_quick=True, only=["chat"], rules=["vLLM", "every"]),
+        {("chat", "vLLM 0.33, blocks of 528"), ("chat", "every 128")},
     ),
     "bandwidth": (
         lambda report, _: bandwidth.measure(report, bandwidth.Asked(
@@ -127,6 +132,7 @@ def test_rows_are_kept_printed_and_drawn(command: Command, tmp_path: Path) -> No
         (("attention", "--heads", "32/5"), "--heads is '32/5'; give query heads / kv heads, such as 32/8"),
         (("attention", "--dtype", "int3"), "--dtype is 'int3'; give one of float32, bfloat16, float16"),
         (("fragmentation", "--trace", "/none"), "--trace /none cannot be read: No such file"),
+        (("states", "--rule", "TGI"), "no rule is named by --rule TGI; there are: vLLM 0.33, blocks of 528; vLLM"),
         (("generate", "--shape", "8"), "--shape is '8'; give sequences x tokens of context, such as 8x2048"),
         (("manager", "--record", "/nowhere/rows"), "--record is /nowhere/rows, and there is no folder /nowhere"),
         (("manager", "--plot", "x.png"), "--plot is x.png; charts are SVG: give a name that ends in .svg"),
