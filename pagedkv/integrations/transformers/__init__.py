@@ -8,6 +8,7 @@ patching   hooks, generate() and unpatch()        ─▶ cache ─▶ pool ─�
 cache      PagedCache: one batch of sequences, its steps, beams and rollbacks
 attention  the attention function "pagedkv", and its mask function
 pool       Pool: the frames that the caches of one model share
+states     state_layers.py: the recurrent states of hybrid models, which their layers read and write in a step
 identity   what decides K and V besides tokens, and so which prompts find which pages
 padding    which columns are tokens, and when pages show them what the host shows
 linears    linear layers that read their weights faster than torch's in steps of few tokens

@@ -21,14 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
-from pagedkv import PagedBatch, gather_kv, write_kv
+from pagedkv import AddressSpace, PagedBatch, gather_kv, write_kv
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers.geometry import CACHE, Shape
+from pagedkv.integrations.transformers.geometry import CACHE, Shape, Shapes
 from pagedkv.integrations.transformers.identity import identity_of, is_reproducible
 from pagedkv.integrations.transformers.padding import computes_padding, has_padding_behind, spread, windows_agree
 from pagedkv.integrations.transformers.pool import Pool
+from pagedkv.integrations.transformers.state_layers import UNPATCHED, StateLayers
 from pagedkv.integrations.transformers.step import Holdings, Step
 
 
@@ -100,7 +101,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._cache.get_mask_sizes(query_length, self._number)
 
 
-class PagedCache(Cache):
+class PagedCache(StateLayers):
     """Sequences in pages: what `model(..., cache=)` and `model.generate(..., cache=)` take.
 
         cache = PagedCache(model.config)                any model, any attention: K and V are gathered in each step
@@ -110,6 +111,7 @@ class PagedCache(Cache):
     config: the model's config. pool: a pool shared with other caches; None: an own pool, made of `options`, see Pool.
     salt:   prompts find pages with the same salt alone. It is added to what the model computes with: the adapters of
             PEFT and autocast.
+    A model with recurrent states needs `patch`, with which it may have a PagedCache of its pool.
     It is a context manager: the pages are given back at its end. Then, or when `close` is called, full pages of known
     tokens can be found by later prompts of the same pool.
     Raises: InvalidRequest for a model that pages cannot serve
@@ -136,6 +138,7 @@ class PagedCache(Cache):
         self._is_identified = False  # whether the pages of the pool are those of the weights now
         self.shares = True  # whether its pages can be found, and it finds pages
         self.may_repeat = False  # whether a step may have beams of the rows: in generate()
+        self.ahead = 0  # columns that were computed before generate() began, with states
         self.pending: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.pool.add(self, self.holdings)
 
@@ -165,7 +168,11 @@ class PagedCache(Cache):
             self._set_rows(rows)
             if mask is not None and len(mask) != rows and not (self._mask is None and bool(mask.all())):
                 raise InvalidRequest(f"the attention_mask has {len(mask)} rows and the batch {rows}; give one for each")
+            if mask is None and self._mask is not None and not self.pool.geometry.cached:
+                mask = torch.nn.functional.pad(self._mask, (0, width), value=True)  # some models of states take no mask
             fits = attends is not None and self._fits(mask, width)
+            if self.pool.has_states and mask is not None and has_padding_behind(mask):
+                fits = False  # the host's states go on over such padding
             if not fits:  # Store padding too. A later mask may then show any of these columns.
                 mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, width), value=True)
             mask = None if mask is None else mask.bool()
@@ -183,14 +190,15 @@ class PagedCache(Cache):
             except BaseException:
                 self.pool.kv.abort(batch)
                 raise
-            step = Step(batch, width, known, paged, tokens, real, is_hooked=attends is not None)
+            states = self.pool.states_of(tokens)
+            step = Step(batch, width, known, paged, tokens, real, attends is not None, states)
             self.holdings.step = step
             self._mask = mask if real is not None or self._mask is not None else None
         return paged
 
     def _counts_up(self, positions: torch.Tensor | None, batch: Any, real: torch.Tensor | None) -> bool:
         """Return whether the positions of the tokens are their places in their sequences, and pages can be shared."""
-        if not self.pool.finds_prefixes:
+        if not self.pool.finds_prefixes and not self.pool.has_states:
             return False
         rows, width = len(batch.plan.counts), int(batch.plan.counts.max()) if real is None else real.shape[1]
         if positions is None:
@@ -228,9 +236,13 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.pending, step = None, self.holdings.step
             if step is not None and not step.done:
-                step.done = is_done and bool(step.stored)
+                step.done = is_done and bool(step.stored or (step.states and step.states.touched))
                 if step.done:
-                    for layer in set(self.pool.geometry.cached) - step.stored:
+                    missing = set(self.pool.geometry.cached) - step.stored
+                    if step.states is not None:
+                        step.states.write()
+                        missing |= step.states.missing
+                    for layer in missing:
                         self._lacking.setdefault(layer, self._columns)
                     self._columns += step.width
                     step.ids = None if self._lacking else step.ids
@@ -287,13 +299,17 @@ class PagedCache(Cache):
                 f"layer {layer} stores K and V twice in a forward pass, which pages do not serve; use the model "
                 "without patch()"
             )
+        self.note_complete(layer)
+        if step is not None:
+            step.stored.add(layer)
+
+    def note_complete(self, layer: int) -> None:
+        """Raise InvalidRequest if a forward pass before has not computed `layer`."""
         if layer in self._lacking:
             raise InvalidRequest(
                 f"layer {layer} has not computed all tokens of the cache: a forward pass before used fewer layers; "
                 "crop its tokens, use a new PagedCache, or as many layers in each call"
             )
-        if step is not None:
-            step.stored.add(layer)
 
     def _abort(self) -> None:
         step, self.holdings.step = self.holdings.step, None
@@ -359,8 +375,11 @@ class PagedCache(Cache):
                     f"the forward pass before ended while layers {missing} had stored no K and V; its tokens were "
                     "taken back, so call the model again. If no error has interrupted it, the model is not served"
                 )
+            if self.pool.geometry.states:
+                raise InvalidRequest(UNPATCHED)
             if not self.pool.is_ready:
-                self.pool.fit(dict.fromkeys(self.pool.geometry.cached, Shape.of(k, v)), k.device)
+                shapes = Shapes(dict.fromkeys(self.pool.geometry.cached, Shape.of(k, v)), {})
+                self.pool.fit(shapes, k.device)
             self.begin(None, (k.shape[0], k.shape[2]), None, attends=None)
             step = self.holdings.step
             assert step is not None
@@ -382,6 +401,8 @@ class PagedCache(Cache):
         place, kv, step = self.pool.place(layer), self.pool.kv, self.holdings.step
         width = step.width if step is not None else 0
         if step is None or (layer not in step.stored and not (step.paged and step.done)):
+            if self.owed():
+                raise InvalidRequest("K and V of a cache with states after crop(); call the model before you read them")
             with self.pool.lock:
                 self.settle()
                 batch, width = kv.plan(self.holdings.spaces, [0] * len(self.holdings.spaces)), 0
@@ -440,6 +461,7 @@ class PagedCache(Cache):
         """Map the pages that the pool has of these prompts; return how many leading columns need no computation.
 
         For an empty cache. Prompts with padding inside or behind them find nothing, nor does a model in training mode.
+        With recurrent states, all rows need a state after the same column.
         Shapes: input_ids, attention_mask [B, L]
         """
         if self.holdings.spaces or not self.pool.is_ready or not self.pool.finds_prefixes:
@@ -457,11 +479,72 @@ class PagedCache(Cache):
             self.pool.sweep()
             spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self._identity)
             self.holdings.spaces = list(spaces)
+            if self.pool.has_states:
+                columns = self._resumed(spaces, pads)
             for fetch in fetches:
                 fetch.cancel()
             self._columns = columns
             self._keep(mask[:, :columns].bool())
         return columns
+
+    def _resumed(self, spaces: Sequence[AddressSpace], pads: Sequence[int]) -> int:
+        """Return the column after which each row has a state. If there is none, the rows begin without one."""
+        ends = {pad + space.ready for pad, space in zip(pads, spaces, strict=True)}
+        if len(ends) == 1:
+            return ends.pop()
+        for space in spaces:
+            space.truncate(0)
+        return 0
+
+    def begin_row(self, ids: torch.Tensor) -> None:
+        """Open the sequence of one prompt, [1, L], at the last state that the pool has of it."""
+        self.find(ids)
+        if not self.holdings.spaces:
+            self.identify()
+            self._set_rows(1)
+
+    def adopt(self, rows: Sequence[PagedCache], mask: torch.Tensor) -> None:
+        """Take over the sequences of caches of one row each, which hold the tokens of `mask` [B, L]."""
+        self.identify()
+        with self.pool.lock:
+            for row in rows:
+                row.settle()
+            self.holdings.spaces = [row.holdings.spaces[0] for row in rows]
+            for row in rows:
+                row.holdings.spaces = []
+            self._columns = self.ahead = mask.shape[1]
+            self._keep(mask.bool())
+
+    def owed(self) -> list[tuple[int, list[int]]]:
+        """Return (row, its tokens) of each row that lacks the state after its last token.
+
+        Raises: InvalidRequest if tokens of such a row are not known
+        """
+        found = []
+        for row, space in enumerate(self.holdings.spaces if self.pool.has_states else ()):
+            length = self._tokens_of(row)
+            if space.ready < length:
+                ids = space.token_ids[:length].tolist()
+                if min(ids[space.ready :]) < 0:
+                    raise InvalidRequest(
+                        "tokens of a model with recurrent states were taken back, and those before them are to be "
+                        "computed again, but their ids are not known; use a new PagedCache"
+                    )
+                found.append((row, ids))
+        return found
+
+    def row(self, number: int) -> PagedCache:
+        """Return a cache of one row, which has the sequence of a row of this cache; it begins at the row's state."""
+        other = PagedCache(self.config, pool=self.pool, salt=self.salt)
+        with self.pool.lock:
+            self.settle()
+            other.holdings.spaces = [self.holdings.spaces[number]]
+            other._columns = other.holdings.spaces[0].ready
+        return other
+
+    def _tokens_of(self, row: int) -> int:
+        """Return the tokens in the columns of a row."""
+        return self._columns if self._mask is None else int(self._mask[row].sum())
 
     def identify(self) -> None:
         """Let the cache share pages with prompts that the same model would compute alike, and with no others."""
@@ -504,11 +587,12 @@ class PagedCache(Cache):
             if step is not None and 0 < dropped <= step.width and bool((step.batch.plan.counts == step.width).all()):
                 return self.settle(dropped)
             self.settle()
-            tokens = [dropped] * len(self.holdings.spaces)
+            kept = max(0, self._columns - dropped)
+            lengths = [kept] * len(self.holdings.spaces)
             if self._mask is not None:
-                tokens = self._mask[:, max(0, self._columns - dropped) :].sum(1).tolist()
-            for space, count in zip(self.holdings.spaces, tokens, strict=True):
-                space.truncate(max(0, len(space) - count))
+                lengths = self._mask[:, :kept].sum(1).tolist()
+            for space, length in zip(self.holdings.spaces, lengths, strict=True):
+                space.truncate(min(len(space), length))
             self._forget_columns(dropped)
 
     def __deepcopy__(self, _: Any) -> PagedCache:
@@ -533,7 +617,7 @@ class PagedCache(Cache):
             self.holdings.release(self.pool.kv if self.pool.is_ready else None)
             if self._is_identified:
                 self.pool.forget_others()  # the weights changed meanwhile
-            self._columns, self._mask, self._lacking = 0, None, {}
+            self._columns, self._mask, self._lacking, self.ahead = 0, None, {}, 0
             self._is_identified, self.shares, self.may_repeat = False, True, False
 
     close = reset

@@ -37,11 +37,12 @@ def _settled_kind(
     if tokenizer is None:
         raise InvalidRequest("kv_dtype auto measures on a text; give the tokenizer, too: patch(model, tokenizer=...)")
     geometry, config = Geometry.of(model.config), model.config.get_text_config(decoder=True)
-    specs, _ = geometry.specs(shapes_of(model, geometry), _BLOCK_SIZE, None)
+    specs, _ = geometry.specs(shapes_of(model, geometry).kv, _BLOCK_SIZE, None)
     most = getattr(config, "max_position_embeddings", 1 << 20)
     ids, others = gate.token_ids(lambda text: tokenizer(text).input_ids, most, text)
     num_frames = len(specs) * (len(ids) // _BLOCK_SIZE + 2)
-    pool_of = functools.partial(Pool, model.config, num_frames=num_frames, block_size=_BLOCK_SIZE, prefix_cache=False)
+    size: dict[str, Any] = {"num_frames": num_frames, "block_size": _BLOCK_SIZE, "state_memory": 8}
+    pool_of = functools.partial(Pool, model.config, prefix_cache=False, **size)
 
     def measure() -> tuple[Costs, Any]:
         handle = patched(pool_of())

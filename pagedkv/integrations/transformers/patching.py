@@ -3,6 +3,7 @@
     before a forward pass    plan the step from ids and mask, put "pagedkv" into the model's config
     after it, or an error    put the model's own name back, end or undo the step
     generate()               makes a PagedCache over the model's pool, maps known prefixes, and closes it at the end
+    of hybrid models         generate() first computes prompts in passes that end where a state is kept
 
 A forward pass without a PagedCache (training, use_cache=False, another cache) is that of the host.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, Final
 
@@ -41,12 +43,12 @@ _PLAIN_INPUTS: Final = OF_GENERATE | frozenset(
 )  # fmt: skip
 """If a forward pass has no other inputs, its K and V depend on ids and positions alone."""
 
+_DRAFTING: Final = ("assistant_model", "prompt_lookup_num_tokens")
 _COMPUTED_WHOLE: Final = (
-    "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate", "output_hidden_states",
-    "output_attentions", "token_healing", "use_mtp",
+    "assistant_early_exit", "custom_generate", "output_hidden_states", "output_attentions", "token_healing", "use_mtp",
 )  # fmt: skip
 """Options of generate() with which the host expects an empty cache, or returns something for each token of a prompt,
-or changes the prompt."""
+or changes the prompt. So it does when it drafts; with recurrent states, the prompt is then cut off in `_before`."""
 
 
 def patch(
@@ -57,6 +59,7 @@ def patch(
     block_size: int = 16,
     prefix_cache: bool = True,
     tiers: Sequence[Tier | str] = (),
+    state_memory: str | int | None = None,
     weights: str = "",
     pool: Pool | None = None,
     fast_linears: bool = True,
@@ -66,7 +69,7 @@ def patch(
     """Let `model.generate` keep K and V in pages from now on, and attend to them where they lie.
 
     The model computes a few tokens with pages and without, and is refused if the logits differ.
-    memory, kv_dtype, block_size, prefix_cache, tiers, weights: see Pool. pool: one made before, Pool.for_model(model).
+    memory, block_size, prefix_cache, tiers, state_memory, weights: see Pool. pool: one of Pool.for_model(model).
     kv_dtype:     "auto" or "auto:BOUND", too: measure the kinds, and take the smallest one with a KL divergence under
                   the bound (pagedkv/kv_gate.py). It takes a minute, once for a model.
     kv_text:      a text to measure on, like those that the model will read; None for that of the package.
@@ -91,8 +94,8 @@ def patch(
         raise InvalidRequest("weights of the model are offloaded or not loaded, and a pool needs its device; load them")
     if pool is not None and not isinstance(pool, Pool):
         raise InvalidRequest(f"patch got a {type(pool).__name__} as its pool; give a Pool, or leave it out")
-    of_pool = (memory, kv_dtype, block_size, prefix_cache, *(tiers or ()), weights)
-    if pool is not None and of_pool != (None, None, 16, True, ""):
+    of_pool = (memory, kv_dtype, block_size, prefix_cache, *(tiers or ()), state_memory, weights)
+    if pool is not None and of_pool != (None, None, 16, True, None, ""):
         raise InvalidRequest("patch got a pool and options of a pool; give one of them")
     if model.config._attn_implementation == BATCHING_NAME:
         raise InvalidRequest("patch(model) inside of paged_batching(model); patch before its context, or after it")
@@ -105,7 +108,7 @@ def patch(
             kind = _settled_kind(gate, model, patched, tokenizer, kv_text)
         pool = Pool(
             model.config, memory=memory, block_size=block_size, prefix_cache=prefix_cache, tiers=tiers,
-            weights=weights, **kind,
+            state_memory=state_memory, weights=weights, **kind,
         )  # fmt: skip
     return Patched(model, pool, owns_pool=is_own, with_linears=fast_linears)
 
@@ -125,16 +128,18 @@ class Patched:
     attends_to_pages: whether layers read the pages. False: the model's own attention gets K and V gathered in each
                       step, because it changes them after the cache or does not use the AttentionInterface. That is no
                       faster than the cache of the host.
+    resumes:          whether a prompt may be computed in parts. False for a model whose recurrent states do not allow
+                      it in transformers: its prompts find nothing, and it takes no drafts.
     """
 
     def __init__(self, model: Any, pool: Pool, *, owns_pool: bool, with_linears: bool) -> None:
         self.model, self.pool = model, pool
-        self.attends_to_pages = True
+        self.attends_to_pages = self.resumes = True
         self._owns_pool, self._made_for = owns_pool, (model.dtype, model.device)
         self._config = model.config.get_text_config(decoder=True)
         self._takes = inspect.signature(model.forward)
         self._rest = next((name for name, one in self._takes.parameters.items() if one.kind is one.VAR_KEYWORD), "")
-        self._shares_keys = len(pool.geometry.cached) < len(pool.geometry.windows)
+        self._shares_keys = len({*pool.geometry.cached, *pool.geometry.states}) < len(pool.geometry.windows)
         self._hooks: list[Any] = []
         self._linears: list[torch.nn.Linear] = []
         pool.claim(model)
@@ -143,9 +148,18 @@ class Patched:
             if with_linears:
                 linears.install(model, self._linears)
             self._install()
-            self.attends_to_pages = trial.served(model, model.config, shapes, self._paging)
+            self.resumes = not shapes.states or trial.resumes(model, model.config)
+            self.attends_to_pages = trial.served(model, shapes, self._paging, in_parts=self.resumes)
             self._shapes = shapes
             pool.fit(shapes, model.device)
+            if shapes.states and self._reuses:
+                vars(model)["_is_stateful"] = False  # the host refuses to draft for a model with states
+            if not self.resumes:
+                warnings.warn(
+                    f"a model of type {model.config.model_type!r} is served without reuse of prompts: in transformers, "
+                    "a pass of several tokens begins without the recurrent state before it",
+                    stacklevel=3,
+                )
         except BaseException:
             self._remove()
             raise
@@ -158,7 +172,7 @@ class Patched:
     @property
     def _reuses(self) -> bool:
         """Whether a prompt may be computed in parts. Masks of the host, with windows, may be others for its parts."""
-        return self.attends_to_pages or not any(self.pool.geometry.windows)
+        return self.resumes and (self.attends_to_pages or not any(self.pool.geometry.windows))
 
     def unpatch(self) -> None:
         """Undo `patch`. A second call does nothing."""
@@ -188,6 +202,7 @@ class Patched:
         IN_CONFIG.take(self._config, lambda user: user[1] == id(self))
         if vars(self.model).get(_ATTRIBUTE) is self:
             del vars(self.model)[_ATTRIBUTE]
+            vars(self.model).pop("_is_stateful", None)
             if vars(self.model).get("generate") is self._paged:  # not one that was put there after patch()
                 del vars(self.model)["generate"]
                 if self._set_before:
@@ -213,12 +228,15 @@ class Patched:
         this = get_ident(), id(self)
         IN_CONFIG.take(self._config, lambda user: user == this)
 
-    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = self._given(args, kwargs)
         cache = given.get(CACHE)
         if not isinstance(cache, PagedCache):
             self._leave()  # a forward pass before may have been interrupted
-            return
+            return None
+        if cache.pool.has_states:
+            kwargs = self._without_known(cache, kwargs)
+            given = self._given(args, kwargs)
         mask, ids = given.get("attention_mask"), given.get("input_ids")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             raise InvalidRequest("a PagedCache takes masks of shape [batch, tokens]; custom masks need another cache")
@@ -234,7 +252,7 @@ class Patched:
             self._reuses
             and not self.model.training
             and not set(given) - _PLAIN_INPUTS
-            and (positions is None or positions.ndim == 2)
+            and (positions.ndim == 2 if positions is not None else self._counts_itself(cache))
         )
         ids = ids if is_plain else None
         returns_weights = given.get("output_attentions", getattr(self._config, "output_attentions", False))
@@ -244,6 +262,52 @@ class Patched:
             self._enter(cache, kept if isinstance(kept, int) else 0)
         else:
             self._leave()  # a forward pass before may have been interrupted
+        return (args, kwargs) if cache.pool.has_states else None
+
+    def _counts_itself(self, cache: PagedCache) -> bool:
+        """Return whether a call without positions counts them on. Some hybrid models count from zero in each call."""
+        is_counted = cache.pool.has_states and "position_ids" in self._takes.parameters
+        return not is_counted or not cache.get_seq_length()
+
+    def _without_known(self, cache: PagedCache, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Bring each row of `cache` to its state. Return the arguments without columns that were computed before.
+
+        With drafts, the host begins with all columns of the prompt. Of their logits it reads those of the drafts.
+        """
+        cache.settle()
+        for number, ids in cache.owed():
+            row = cache.row(number)
+            try:
+                self._compute(row, ids, None)
+                row.settle()
+            finally:
+                row.holdings.spaces = []  # they are those of `cache`
+        ahead, cache.ahead = cache.ahead, 0
+        given = kwargs.get("input_ids")
+        if not ahead or given is None or given.shape[1] <= ahead:
+            return kwargs
+        cut = {
+            name: kwargs[name][..., ahead:] for name in ("input_ids", "position_ids") if kwargs.get(name) is not None
+        }
+        return kwargs | cut
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _compute(self, row: PagedCache, ids: list[int], most: int | None) -> None:
+        """Compute the tokens `ids` of a cache of one row from its state on, in passes that end where one is kept.
+
+        most: the most tokens of a pass
+        """
+        space, takes = row.holdings.spaces[0], self._takes.parameters
+        while space.ready < len(ids):
+            start, end = space.ready, space.stops(len(ids))[0]
+            end = end if most is None else min(end, start + most)
+            inputs: dict[str, Any] = {"input_ids": torch.tensor([ids[start:end]], device=self.model.device)}
+            if "position_ids" in takes:
+                inputs["position_ids"] = torch.arange(start, end, device=self.model.device)[None]
+            if "logits_to_keep" in takes:
+                inputs["logits_to_keep"] = 1
+            self.model(**inputs, use_cache=True, **{CACHE: row})
+            row.settle()
 
     def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = self._given(args, kwargs).get(CACHE)
@@ -292,10 +356,13 @@ class Patched:
         cache.may_repeat = True
         try:
             whole = _COMPUTED_WHOLE if HOST >= (5, 23) else (*_COMPUTED_WHOLE, "prefill_chunk_size")
+            whole = whole if self.pool.has_states else (*_DRAFTING, *whole)
             is_whole = makes_own_inputs(self.model) or any(self._option(name, config, kwargs) for name in whole)
             if self._reuses and not is_whole and self._may_find(ids, mask, kwargs):
                 self._meet(cache)
-                if cache.shares:
+                if cache.shares and self.pool.has_states:
+                    self._prefill_rows(cache, ids, mask, self._option("prefill_chunk_size", config, kwargs))
+                elif cache.shares:
                     cache.find(ids, mask)
                     self._prefill(cache, ids, mask, config, kwargs)
             result = self._generate(inputs, *args, **kwargs | {CACHE: cache})
@@ -385,6 +452,16 @@ class Patched:
         if "logits_to_keep" in self._takes.parameters:
             chunk["logits_to_keep"] = 1
         self.model(**chunk, use_cache=True, **{CACHE: cache})
+
+    def _prefill_rows(self, cache: PagedCache, ids: torch.Tensor, mask: torch.Tensor, most: int | None) -> None:
+        """Compute all columns of the prompts but the last, each row by itself: their states are at other columns."""
+        rows = []
+        with ExitStack() as made:
+            for row, real in zip(ids, mask.bool(), strict=True):
+                rows.append(made.enter_context(PagedCache(cache.config, pool=cache.pool, salt=cache.salt)))
+                rows[-1].begin_row(row[real][None])
+                self._compute(rows[-1], row[:-1][real[:-1]].tolist(), most)
+            cache.adopt(rows, mask[:, :-1])
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise InvalidRequest("a patched model cannot be copied or pickled, as its pages cannot; call unpatch() before")

@@ -17,16 +17,24 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from pagedkv import KVLayer, KVSpec, PagedBatch, PagedKVCache, paged_attention
+from pagedkv import KVLayer, KVSpec, PagedBatch, PagedKVCache, StateSpec, paged_attention
 from pagedkv.core import Stats
 from pagedkv.errors import InvalidRequest, OutOfFrames
-from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_of
+from pagedkv.integrations.transformers.geometry import Geometry, Shapes, shapes_of
 from pagedkv.integrations.transformers.identity import fingerprint
+from pagedkv.integrations.transformers.state_layers import StepStates
 from pagedkv.integrations.transformers.step import Holdings
 from pagedkv.tiers import Fetch, Tier, tiers_of
 
 PAUSE: Final = 0.0005
 """Seconds between two looks at pages on their way from tiers."""
+
+
+_BARE_FRAMES: Final = 1 << 16
+"""Pages of a model without K and V: those of a million tokens, 64 MiB."""
+
+_LEAST_STATES: Final = 16
+"""States of a pool whose caller names memory for K and V alone: 8 rows can run, or 6 with states to go on from."""
 
 
 class _Member(Protocol):
@@ -56,6 +64,9 @@ class Pool:
                   frames are needed.
     tiers:        memory under the frames, the fastest first: ["host:16GiB", "disk:200GiB:FOLDER"], see pagedkv.tiers.
                   Prompts find pages there that the frames hold no more, or that a process before has computed.
+    state_memory: memory for the recurrent states of a hybrid model, beside the pages: "2GiB", a share of the pages such
+                  as "10%", or a number of states. A row that runs holds two, and prompts go on from the others. None
+                  for "5%", but 16 at least; or for all of `memory`, if no layer has K and V.
     weights:      a name for all that decides K and V of a token, such as the digest of the checkpoint. A tier that
                   outlives the process needs it: its pages are found under the same name alone.
     Raises: InvalidRequest for a model that pages cannot serve
@@ -72,6 +83,7 @@ class Pool:
         block_size: int = 16,
         prefix_cache: bool = True,
         tiers: Sequence[Tier | str] = (),
+        state_memory: str | int | None = None,
         weights: str = "",
         **unserved: Any,
     ) -> None:
@@ -86,12 +98,14 @@ class Pool:
         if memory is not None:
             least.frames_in(memory)  # raises for what is no amount
         self._size: dict[str, Any] = {"memory": memory, "num_frames": num_frames}
+        self._state_memory = state_memory
         self._kv_dtype, self._calibration, self._block_size = kv_dtype, calibration, block_size
         self._prefix_cache = prefix_cache and self.geometry.reusable
         self._tiers: dict[str, Any] = {"tiers": tiers_of(tiers), "model": weights}
         self._require_prefixes()
         self._kv: PagedKVCache | None = None
         self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
+        self.state_places: dict[int, int] = {}
         self._caches: weakref.WeakSet[_Member] = weakref.WeakSet()
         self._dropped: deque[Holdings] = deque()
         self._calls: dict[Any, Any] = {}  # bound to the frames
@@ -124,21 +138,35 @@ class Pool:
         elif self._model() is not model:
             raise InvalidRequest("the pool holds pages of another model; make a pool for each model")
 
-    def fit(self, shapes: dict[int, Shape], device: torch.device) -> None:
-        """Make the frames for K and V of these shapes. A pool that has frames keeps them."""
+    def fit(self, shapes: Shapes, device: torch.device) -> None:
+        """Make the frames for K, V and states of these shapes. A pool that has frames keeps them."""
         with self.lock:
             if self._is_closed:
                 raise InvalidRequest("the pool is closed; make a new one, or patch the model again")
             if self._kv is None:
-                specs, groups = self.geometry.specs(shapes, self._block_size, self._kv_dtype)
+                specs, groups = self.geometry.specs(shapes.kv, self._block_size, self._kv_dtype)
+                states = shapes.state_spec()
+                self.state_places = {layer: place for place, layer in enumerate(shapes.states)}
+                size = self._size_of(specs, states) if states else self._size
                 with torch.inference_mode(False):  # else the frames could be written in inference mode alone
                     self._kv = PagedKVCache(
                         specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache,
-                        calibration=self._calibration, **self._size, **self._tiers,
+                        calibration=self._calibration, states=states, **size, **self._tiers,
                     )  # fmt: skip
                 self._kv.disown()  # the lock of the pool orders the calls of threads
                 if self._tiers["tiers"]:
                     self.forget_others()  # pages are there before the first call: note the weights that they are of
+
+    def _size_of(self, specs: list[KVSpec], states: StateSpec) -> dict[str, Any]:
+        """Return the sizes for a model with states. Without K and V all memory is theirs: pages hold tokens alone."""
+        memory, frames, largest = *self._size.values(), max(specs, key=lambda spec: spec.frame_bytes)
+        num_frames = frames if memory is None else largest.frames_in(memory)
+        num_states = (num_frames or 0) * largest.frame_bytes // states.frame_bytes
+        if not self.geometry.cached:
+            count = self._state_memory or max(_LEAST_STATES, num_states)
+            return {"num_frames": frames or _BARE_FRAMES, "state_memory": count}
+        default = max(_LEAST_STATES, num_states // 20) if num_frames else "5%"
+        return self._size | {"state_memory": self._state_memory or default}
 
     @property
     def is_ready(self) -> bool:
@@ -162,6 +190,16 @@ class Pool:
         if layer not in self._calls:
             self._calls[layer] = self.kv.write(self.place(layer))
         return self._calls[layer]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have a recurrent state. A step then computes from `space.ready` on."""
+        return bool(self.state_places)
+
+    def states_of(self, batch: Any) -> StepStates | None:
+        """Return the states of a step, or None if no layer has one."""
+        storage = self.kv.state_storage
+        return None if storage is None else StepStates(storage.layers, self.state_places, batch)
 
     def attention(self, layer: int, scale: float | None, softcap: float, sinks: torch.Tensor | None) -> Any:
         """Return the bound call that attends to the pages of a layer of the model, see PagedKVCache.attention."""
@@ -249,7 +287,7 @@ class Pool:
         """Plan a step of `cache`. Other caches commit their finished steps if frames lack, as a pool grows then."""
         self.sweep()
         try:
-            return self.kv.plan(cache.holdings.spaces, counts)
+            return self.kv.plan(cache.holdings.spaces, counts, saves_inside=not self.has_states)
         except OutOfFrames as lack:
             gc.collect()  # caches in circles of references, such as those of a traceback
             self.sweep()
@@ -257,9 +295,10 @@ class Pool:
                 if other is not cache:
                     other.settle_ended()
             try:
-                return self.kv.plan(cache.holdings.spaces, counts)
+                return self.kv.plan(cache.holdings.spaces, counts, saves_inside=not self.has_states)
             except OutOfFrames:
-                lack.add_note("the pool of the model is full: patch(model, memory=...) or Pool(memory=...) enlarges it")
+                name = "state_memory" if lack.pool == "states" else "memory"
+                lack.add_note(f"the pool is full: patch(model, {name}=...) or Pool({name}=...) enlarges it")
                 raise lack from None
 
 
@@ -271,5 +310,5 @@ def _attend_with_sinks(layer: KVLayer, options: dict[str, Any], q: torch.Tensor,
 def _unserved(options: list[str]) -> str:
     if any("offload" in name for name in options):
         return f"a pool got {options}, and pages are not offloaded; give kv_dtype='int8' for half the memory"
-    served = "memory, num_frames, kv_dtype, calibration, block_size, prefix_cache, tiers and weights"
+    served = "memory, num_frames, kv_dtype, calibration, block_size, prefix_cache, tiers, state_memory and weights"
     return f"a pool got {options}; its options are {served}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pagedkv import AddressSpace, PagedBatch, PagedKVCache
+from pagedkv.integrations.transformers.state_layers import StepStates
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Step:
     paged:   whether layers attend to pages. stored: layers that have stored their K and V.
     tokens:  the plan, not padded. real: bool [B, width], which columns are tokens; None: all.
     done:    whether the forward pass has ended. is_hooked: whether the hooks of `patch` say so.
+    states:  the recurrent states that the layers of a hybrid model read and write.
     """
 
     batch: Any
@@ -29,6 +31,7 @@ class Step:
     tokens: Any
     real: torch.Tensor | None
     is_hooked: bool
+    states: StepStates | None = None
     stored: set[int] = field(default_factory=set)
     done: bool = False
     _last: dict[tuple[int, int], PagedBatch] = field(default_factory=dict)

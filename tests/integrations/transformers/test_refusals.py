@@ -130,7 +130,7 @@ def test_offloaded_caches_are_refused_wherever_they_are_asked_for(
     ("words", "kind"),
     [
         ("an encoder and a decoder", "t5"), ("cross-attention", "mllama"), ("chunked attention", "llama4_text"),
-        ("linear state", "jamba"), ("indexed attention", "deepseek_v32"),
+        ("linear state", "recurrent_gemma"), ("indexed attention", "deepseek_v32"),
         ("K and V that are compressed", "deepseek_v4"),
     ],
 )  # fmt: skip

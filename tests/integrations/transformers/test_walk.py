@@ -24,6 +24,7 @@ from pagedkv.integrations.transformers import NEWEST_HOST, PagedCache, patch, un
 from pagedkv.integrations.transformers.geometry import CACHE, HOST
 from pagedkv.integrations.transformers.linears import PagedLinear
 from tests.integrations.transformers.families import FAMILIES, SHARED, SIZES, WINDOW, prompts
+from tests.integrations.transformers.hybrids import DELTA, HYBRIDS, MOE, WHOLE
 
 SMALL: Final[dict[str, Any]] = SHARED | {
     "n_embd": 64, "n_layer": 4, "n_head": 4, "num_layers": 4, "num_heads": 4, "d_model": 64, "n_heads": 4,
@@ -166,6 +167,10 @@ BY_HAND: Final[dict[str, dict[str, Any]]] = {
     "rwkv": SIZES | {"attention_hidden_size": 64},
     "xlstm": SIZES | {"num_heads": 4, "num_blocks": 2, "qk_dim_factor": 1.0},
     "xmod": SIZES | {"is_decoder": True, "default_language": "en_XX"},
+    "qwen3_5": {"text_config": DELTA},
+    "qwen3_5_moe": {"text_config": DELTA | MOE},
+    **HYBRIDS,
+    **WHOLE,
 }  # fmt: skip
 """Arguments of the configs for which SMALL makes no model."""
 
@@ -227,13 +232,8 @@ REFUSED: Final = {
             "qwen4_exp_text",
         ),
         "and it has DeepseekV4CSACache": ("deepseek_v4",),
-        "and it has LinearAttention": (
-            "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_loop_text",
-            "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lara_mini", "lfm2_moe", "lfm3", "mamba", "mamba2",
-            "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-            "qwen3_next", "zamba", "zamba2", "zaya",
-        ),
         "it has layers of linear state": ("recurrent_gemma",),
+        "MiniMax uses cache of its own": ("minimax",),
         "has layers of chunked attention": ("llama4", "llama4_text"),
         "has layers of cross-attention": ("mllama", "prophetnet"),
         "its layer 0 stored no K and V in the cache": ("openai-gpt", "reformer", "rwkv", "xlnet"),
@@ -242,7 +242,7 @@ REFUSED: Final = {
         "inputs_embeds and shared_kv_states cannot be None": ("gemma4_assistant", "gemma4_unified_assistant"),
         "shape '[-1, 4, 1]' is invalid": ("musicgen", "musicgen_melody"),  # a token is four codes
         "it computed 7 tokens, and stored 39 in the cache": ("cpmant",),  # it puts tokens of its own before a prompt
-        "nor K and V that are gathered": ("dory", "git"),
+        "nor K and V that are gathered": ("dory", "git", "inkling2_loop_text", "inkling2_text", "inkling_text"),
     }.items()
     for name in names
 }  # fmt: skip
