@@ -114,6 +114,11 @@ PICTURES: Final = {
          {**STEPS, "batch": (8,), "context": (128, 2048), **ENGINES}),
         "StaticCache: transformers.",
     ),
+    "states": Picture(
+        ("states",),
+        tuple({"case": (case,), "limit": ("no limit", "64 states", "16 states")} for case in ("agent", "chat")),
+        "Prompt tokens a request computed beyond the least possible.",
+    ),
     "tiers": Picture(
         ("tiers", "2026-11-27-tiers-zen4"),
         ({"case": ("store", "load"), "frame": (1_835_008,), "tier": ("host", "disk"),
