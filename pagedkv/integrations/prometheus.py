@@ -64,6 +64,13 @@ COUNTERS: Final = {
 }
 """metric: (field of Stats, help text)."""
 
+STATE_COUNTERS: Final = {
+    "state_evictions": ("evictions", "Checkpoints of recurrent states evicted."),
+    "state_computed_tokens": ("tokens_computed", "Tokens committed, those computed again included."),
+    "state_replayed_tokens": ("tokens_replayed", "Tokens computed again, for their recurrent state."),
+}
+"""metric: (field of StateStats, help text)."""
+
 MISSES: Final = {"evicted": "missed_evicted", "never_published": "missed_new", "below_one_page": "below_one_page"}
 """reason: field of Stats."""
 
@@ -120,6 +127,14 @@ class _Collector:
         text = "Prompt tokens not found in the prefix cache, by reason."
         yield _family(CounterMetricFamily, "missed_tokens", text, ("pool", "reason"), missed)
         yield from self._tenants(stats)
+        if stats.states is not None:
+            yield from self._states(stats.states)
+
+    def _states(self, states: Any) -> Iterator[Any]:
+        """Yield the metrics of the recurrent states of hybrid models. states: a StateStats."""
+        frames = {(self._pool, state): getattr(states, state) for state in FRAME_STATES}
+        yield _family(GaugeMetricFamily, "state_frames", "Frames for recurrent states.", ("pool", "state"), frames)
+        yield from _plain(states, self._pool, {}, STATE_COUNTERS)
 
     def _tenants(self, stats: Stats) -> Iterator[Any]:
         """Yield the metrics of the tenants that have quotas. A name that is not printable is shown in hexadecimal."""

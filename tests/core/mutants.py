@@ -11,6 +11,7 @@ OPTIONS = ["-k", "not thousand"]
 LAWS = "test_laws.py"
 IDENTITY, STEPS, GROUPS = "prefix/test_identity.py", "tables/test_steps.py", "tables/test_layer_groups.py"
 OPENING = "spaces/test_opening.py"
+STATES = "states/test_states.py"
 WINDOWED = "tables/test_windowed_leader.py"
 ORDER = f"{WINDOWED} -k prefix"
 TENANTS, RESIZE, EVENTS = "pool/test_tenants.py", "tables/test_resize.py", "prefix/test_events.py"
@@ -18,6 +19,27 @@ TENANTS, RESIZE, EVENTS = "pool/test_tenants.py", "tables/test_resize.py", "pref
 POOL_LAWS, POOL_MACHINE = (f"frame_pool/test_pool_{name}.py" for name in ("laws", "machine"))
 
 FAULTS = (
+    Fault(
+        "a state is that after the tokens that were kept: rejected drafts count",
+        "states/steps.py",
+        "        if not lives or offset > kept:\n",
+        "        if not lives:\n",
+        STATES,
+    ),
+    Fault(
+        "an output leaves the checkpoint of another prompt alone: it rolls what it found",
+        "states/bindings.py",
+        "prompt_end and held == state:\n",
+        "prompt_end:\n",
+        STATES,
+    ),
+    Fault(
+        "a state that work in flight reads is not written: spare frames know no epoch",
+        "states/bindings.py",
+        "record.published == 0 and not waits:\n",
+        "record.published == 0:\n",
+        STATES,
+    ),
     Fault(
         "a prefix is findable only once it was computed: published at plan",
         "tables/steps.py",
@@ -73,7 +95,7 @@ FAULTS = (
     Fault(
         "windows move on committed tokens: they move on planned ones",
         "tables/page_tables.py",
-        "layer_groups.first_kept_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
+        "layer_groups.first_kept_page(s, group, length), s.spaces[row].num_pages)",
         "layer_groups.first_kept_page(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
         GROUPS,
     ),
@@ -276,7 +298,7 @@ FAULTS = (
     Fault(
         "no query sees a page that was given back: a sequence is truncated to where it would",
         "tables/layer_groups.py",
-        "                if s.table[asid + group, page] == HOLE and _is_visible(s, group, page, length):\n",
+        "                if s.table[asid + group, page] == HOLE and _is_visible(s, group, page, begins):\n",
         "                if False:\n",
         GROUPS,
     ),

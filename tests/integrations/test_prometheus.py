@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from pagedkv import PagedKVCache
-from pagedkv.core import MemoryManager, Stats
+from pagedkv.core import MemoryManager, StatePool, Stats
 from pagedkv.engine import Engine
 from pagedkv.engine.step import meter
 from pagedkv.engine.step.meter import EngineStats
@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from pagedkv.integrations import prometheus  # noqa: E402
 
-DERIVED = {"slots_mapped", "tenants"}
-"""Fields without a metric: slots_mapped is mapped x block_size, and each tenant has metrics of its own."""
+DERIVED = {"slots_mapped", "tenants", "states"}
+"""Fields without a metric: slots_mapped is mapped x block_size; each tenant has metrics, and states have theirs."""
 
 
 @pytest.fixture
@@ -58,6 +58,16 @@ def test_every_figure_of_stats_is_shown_or_derived() -> None:
     named = {field for field, _ in [*prometheus.GAUGES.values(), *prometheus.COUNTERS.values()]}
     shown = named | set(prometheus.FRAME_STATES) | set(prometheus.MISSES.values())
     assert {field.name for field in fields(Stats)} - shown == DERIVED
+
+
+def test_recurrent_states_are_shown() -> None:
+    mm = MemoryManager(32, 4, states=StatePool(8))
+    space = mm.open([1, 2, 3, 4, 5])
+    mm.commit(mm.plan([space], [5]), [1, 2, 3, 4, 5])
+    shown = {family.name: family for family in prometheus._Collector(mm).collect()}
+    frames = {sample.labels["state"]: sample.value for sample in shown["pagedkv_state_frames"].samples}
+    assert frames == {"free": 6, "mapped": 1, "cached": 1, "retired": 0}
+    assert shown["pagedkv_state_computed_tokens"].samples[0].value == 5
 
 
 def test_tenants_with_quotas_are_shown_by_name() -> None:
