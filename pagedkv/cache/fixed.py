@@ -39,12 +39,14 @@ class FixedBatch:
 
     moved: bool = True
 
-    def __init__(self, num_sequences: int, max_seqlen_k: int, num_groups: int, device: torch.device) -> None:
+    def __init__(
+        self, num_sequences: int, max_seqlen_k: int, num_groups: int, device: torch.device, has_states: bool = False
+    ) -> None:
         self.num_sequences: int = num_sequences
         self.max_seqlen_k: int = max_seqlen_k
         pins = device.type == "cuda"
         parts = [("slots", g) for g in range(num_groups)] + [("positions", 0), ("seq_lens", 0), ("cu_seqlens_q", 0)]
-        parts += [("state_in", 0), ("state_out", 0), ("save_indptr", 0)]
+        parts += [(name, 0) for name in ("state_in", "state_out", "save_indptr") if has_states]
         parts += [("rows", g) for g in range(num_groups)]  # 8-byte elements first: each part is aligned
         dtypes = {name: np.dtype(np.int64 if name in ("slots", "positions") else np.int32) for name, _ in parts}
         sizes = [

@@ -235,7 +235,7 @@ class PagedKVCache(MemoryManager):
         """
         whole(num_sequences, "num_sequences", 1)
         whole(max_seqlen_k, "max_seqlen_k", 1)
-        return FixedBatch(num_sequences, max_seqlen_k, len(self.specs), self.device)
+        return FixedBatch(num_sequences, max_seqlen_k, len(self.specs), self.device, self.states is not None)
 
     @breaks_graph
     def plan(  # type: ignore[override]

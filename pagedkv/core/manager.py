@@ -305,17 +305,10 @@ class MemoryManager(ThreadGuard):
         asids = self._asids(batch)
         wanted = count_row(counts, len(asids))
         self._registry.report_lost(self.state)
-        inside = flag(saves_inside, "saves_inside")
-        sure = None if certain is None else count_row(certain, len(asids))
-        if self.states and not self._is_restoring():
-            if sure is not None and ((sure < 0) | (sure > wanted)).any():
-                raise InvalidRequest(
-                    f"certain is {sure.tolist()[:8]} for counts {wanted.tolist()[:8]}; give 0 up to each"
-                )
-            sure = wanted if sure is None else sure
-            return self._plan_states(self.states, asids, wanted, sure if inside else sure[:0])
-        if certain is not None:
-            raise InvalidRequest("plan with certain=, but this manager has no states; leave it out")
+        if self.states is not None or certain is not None or saves_inside is not True:
+            sure = self._certain_tokens(wanted, certain, saves_inside)
+            if self.states is not None and not self._is_restoring():
+                return self._plan_states(self.states, asids, wanted, sure)
         num_tokens = steps.num_tokens(wanted, self.num_frames * self.block_size)
         step = Step(asids, wanted, num_tokens, len(self.groups))
         plan = self._registry.add_plan(Plan(self, step), step)
@@ -327,8 +320,19 @@ class MemoryManager(ThreadGuard):
             del self._registry.plans[plan.number]
             refuse_plan(self.state, (code, where), asids, wanted, self._accounts)
         plan.live_table = self.state.table
-        self._settle_states()
+        if self.states is not None:
+            self._settle_states()
         return plan
+
+    def _certain_tokens(self, wanted: I64, certain: Counts | None, saves_inside: bool) -> I64:
+        """Return the tokens of each sequence that are no drafts, or [0] if no state can be saved inside the step."""
+        inside = flag(saves_inside, "saves_inside")
+        sure = wanted if certain is None else count_row(certain, len(wanted))
+        if certain is not None and (self.states is None or self._is_restoring()):
+            raise InvalidRequest("plan with certain=, but this manager has no states; leave it out")
+        if certain is not None and ((sure < 0) | (sure > wanted)).any():
+            raise InvalidRequest(f"certain is {sure.tolist()[:8]} for counts {wanted.tolist()[:8]}; give 0 up to each")
+        return sure if inside else sure[:0]
 
     def _plan_states(self, states: States, asids: I32, wanted: I64, sure: I64) -> Plan:
         """Plan a step with recurrent states. sure: the certain tokens; [0] if no state can be saved inside the step."""
@@ -402,7 +406,8 @@ class MemoryManager(ThreadGuard):
             refuse_settling(self.state, plan, code, where)
         if not keep or not plan.is_outstanding:
             self._registry.plans.pop(plan.number, None)
-        self._settle_states()
+        if self.states is not None:
+            self._settle_states()
         if self._proves:
             self.check(3)
 
@@ -884,7 +889,8 @@ class MemoryManager(ThreadGuard):
             self._open_prompts.remove(asid)
         if self.state.reg[st.CLOSED_LONG]:
             st.return_memory(self.state)
-        self._settle_states()
+        if self.states is not None:
+            self._settle_states()
 
     @exclusive
     def _restoring_from(self, token: ref[_Restoring] | None) -> ref[_Restoring] | None:

@@ -383,8 +383,8 @@ FAULTS = (
     Fault(
         "a prompt that is looked up finds what open maps: whole pages alone",
         "observe/misses.py",
-        "    return pages * s.tokens.shape[1] + common\n",
-        "    return pages * s.tokens.shape[1]\n",
+        "    return len(found) * s.tokens.shape[1] + common\n",
+        "    return len(found) * s.tokens.shape[1]\n",
         OPENING,
     ),
     Fault(

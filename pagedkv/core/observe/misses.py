@@ -47,14 +47,9 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, state
 
     O(pages), times the roots if a page is missing. states: see _StatesOf.
     """
-    own, pages, _, evicted = _matched(s, roots, prompt, ids, len(ids))
-    size = s.tokens.shape[1]
-    ready: tuple[int, str] | tuple[None, str] = (None, "")
-    if states is not None:
-        mine = np.empty(pages, np.int32)
-        if own is not None and pages:
-            page_tables.find_prefix(s, own.number, own.seed, ids[: pages * size + 1], len(ids), mine)
-        ready = states(s, mine)
+    own, mine, _, evicted = _matched(s, roots, prompt, ids, len(ids))
+    size, pages = s.tokens.shape[1], len(mine)
+    ready = (None, "") if states is None else states(s, mine)
     whole = max(0, (len(ids) - 1) // size)
     found = np.empty(whole, np.int32)
     if whole == 0:
@@ -76,19 +71,19 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, state
 
 def known_tokens(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, most: int) -> int:
     """Return how many tokens, at most `most`, a space of the prompt `ids` can map. prompt: its tenant and its salts."""
-    _, pages, common, _ = _matched(s, roots, prompt, ids, most)
-    return pages * s.tokens.shape[1] + common
+    _, found, common, _ = _matched(s, roots, prompt, ids, most)
+    return len(found) * s.tokens.shape[1] + common
 
 
 def _matched(
     s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, most: int
-) -> tuple[Root | None, int, int, bool]:
-    """Return the root of the known salts of `prompt`, and what find_prefix finds there: pages, part, evicted."""
+) -> tuple[Root | None, I32, int, bool]:
+    """Return the root of the known salts of `prompt`, and what find_prefix finds there: frames, part, evicted."""
     root, begin = roots.longest(*prompt, s)
     if root is None:
-        return None, 0, 0, False
+        return None, np.empty(0, np.int32), 0, False
     size = s.tokens.shape[1]
     ids = ids if begin < 0 else ids[: begin * size + 1]  # no page with the next salt is known
     found = np.empty(max(0, (len(ids) - 1) // size), np.int32)
     pages, _, common, evicted = page_tables.find_prefix(s, root.number, root.seed, ids, most, found)
-    return root, int(pages), int(common), bool(evicted)
+    return root, found[:pages], int(common), bool(evicted)

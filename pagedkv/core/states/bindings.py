@@ -221,12 +221,11 @@ def _find_next_place(h: Held, asid: int) -> None:
 
 
 @inner
-def _last_checkpoint(s: State, t: State, asid: int, pages: int) -> tuple[int, int]:
-    """Return (the state of the last of the first `pages` pages that has one, pages up to it), or (NIL, 0)."""
-    for page in range(pages - 1, -1, -1):
-        frame = s.table[asid, page]
-        if frame != HOLE:
-            state = _bound_state(s, t, frame)
+def _last_checkpoint(s: State, t: State, pages: I32) -> tuple[int, int]:
+    """Return (the state of the last of `pages` that has one, pages up to it), or (NIL, 0). pages: frames, int32 [P]."""
+    for page in range(len(pages) - 1, -1, -1):
+        if pages[page] != HOLE:
+            state = _bound_state(s, t, pages[page])
             if state != NIL:
                 return state, page + 1
     return NIL, 0
@@ -236,17 +235,14 @@ def _last_checkpoint(s: State, t: State, asid: int, pages: int) -> tuple[int, in
 def last_of(m: Pools, found: I32) -> int:
     """Return up to which of the frames `found` of a prefix (int32 [pages]) there is a state: their number."""
     s, t, _ = m
-    for page in range(len(found) - 1, -1, -1):
-        if found[page] >= 0 and _bound_state(s, t, found[page]) != NIL:
-            return page + 1
-    return 0
+    return _last_checkpoint(s, t, found)[1]
 
 
 @inner
 def _measure_gap(m: Pools, asid: int, state: int, pages: int) -> None:
     """Set the distance of a checkpoint at the end of `pages` pages from the one before it."""
     s, t, h = m
-    _, before = _last_checkpoint(s, t, asid, pages - 1)
+    _, before = _last_checkpoint(s, t, s.table[asid, : pages - 1])
     h.gaps[state] = (pages - before) * s.tokens.shape[1]
 
 
@@ -254,7 +250,7 @@ def _measure_gap(m: Pools, asid: int, state: int, pages: int) -> None:
 def resume(m: Pools, asid: int, length: int) -> None:
     """Give a space the state of the last checkpoint in its first `length` tokens, in place of the one that it holds."""
     s, t, h = m
-    state, pages = _last_checkpoint(s, t, asid, length // s.tokens.shape[1])
+    state, pages = _last_checkpoint(s, t, s.table[asid, : length // s.tokens.shape[1]])
     if state != NIL:
         frames.map_matched(t, state)
         _measure_gap(m, asid, state, pages)
@@ -314,21 +310,26 @@ def open_row(m: Pools, asid: int, token_ids: I32) -> None:
 
 
 @inlined
+def include(found: I32, n: int, position: int) -> int:
+    """Add a position to the first `n` of `found`, which stay in order, each once. Return how many there are."""
+    at = n
+    while at > 0 and found[at - 1] > position:
+        at -= 1
+    if at > 0 and found[at - 1] == position:
+        return n
+    for i in range(n, at, -1):
+        found[i] = found[i - 1]
+    found[at] = position
+    return n + 1
+
+
+@inlined
 def _add_place(h: Held, asid: int, position: int) -> None:
     """Add a position, rounded down to the grid, to the places of a space; they stay in order, and are listed once."""
     place = position // h.rules[GRID] * h.rules[GRID]
-    count = h.rows[asid].num_places
-    if place <= h.rows[asid].ready or place > h.rows[asid].prompt_end or count == MOST_PLACES:
-        return
-    at = count
-    while at > 0 and h.places[asid, at - 1] > place:
-        at -= 1
-    if at > 0 and h.places[asid, at - 1] == place:
-        return
-    for i in range(count, at, -1):
-        h.places[asid, i] = h.places[asid, i - 1]
-    h.places[asid, at] = place
-    h.rows[asid].num_places += 1
+    count = np.int64(h.rows[asid].num_places)
+    if h.rows[asid].ready < place <= h.rows[asid].prompt_end and count < MOST_PLACES:
+        h.rows[asid].num_places = include(h.places[asid], count, place)
 
 
 @inner
@@ -408,7 +409,7 @@ def pin_row(m: Pools, asid: int, pages: I32, with_state: bool) -> int:
     follow_losses(m)
     row = page_tables.pin_space(s, asid) if asid >= 0 else page_tables.pin_frames(s, pages)
     follow_losses(m)
-    state, count = _last_checkpoint(s, t, row, s.spaces[row].num_pages if with_state else 0)
+    state, count = _last_checkpoint(s, t, s.table[row, : s.spaces[row].num_pages if with_state else 0])
     if state != NIL:
         frames.share(t.frames, t.reg, state)
     set_state(t, h, row, state, count * s.tokens.shape[1])

@@ -128,8 +128,7 @@ class States:
 
     def settle(self, s: State) -> None:
         """Process the queue of freed pages and closed spaces, and the epochs."""
-        mine = self.pool.reg
-        if s.reg[st.NUM_LOST] or s.reg[st.EPOCH] != mine[st.EPOCH] or s.reg[st.PASSED] != mine[st.PASSED]:
+        if bindings.is_behind(s, self.pool):
             bindings.settle_losses(self._pools(s))
 
     def opened(self, s: State, asid: int, ids: I32) -> None:

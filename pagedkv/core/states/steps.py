@@ -48,6 +48,7 @@ from pagedkv.core.states.bindings import (
     drop,
     drop_spares,
     follow_losses,
+    include,
     is_behind,
     is_open,
     take,
@@ -82,18 +83,8 @@ def _is_place(h: Held, asid: int, position: int) -> bool:
 
 @inlined
 def _include(found: I32, n: int, offset: int, count: int) -> int:
-    """Add an offset in 1 .. count - 1 to the first `n` of `found`, which stay in order. Return how many there are."""
-    if offset <= 0 or offset >= count:
-        return n
-    at = n
-    while at > 0 and found[at - 1] > offset:
-        at -= 1
-    if at > 0 and found[at - 1] == offset:
-        return n
-    for i in range(n, at, -1):
-        found[i] = found[i - 1]
-    found[at] = offset
-    return n + 1
+    """Add an offset in 1 .. count - 1 to the first `n` of `found`. Return how many there are."""
+    return include(found, n, offset) if 0 < offset < count else n
 
 
 @inlined
