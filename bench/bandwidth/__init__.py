@@ -7,6 +7,7 @@ reads and what it writes. Bytes that a cache line, a page table or a write-alloc
 
     ceilings.py  the memory, and the steps that only read, copy or scale it
     subjects.py  the operations: their steps, bytes and ceilings
+    delta.py     the gated delta rule over state frames
     turns.py     a ceiling before and after each repetition; states of memory; rows
     runner.py    the run
 """

@@ -18,6 +18,7 @@ from pagedkv.bench.attention.pool import POOL_BYTES, Pool, region_of
 from pagedkv.bench.attention.runner import PLAIN, on_threads
 from pagedkv.bench.bandwidth import subjects
 from pagedkv.bench.bandwidth.ceilings import KIB, Region
+from pagedkv.bench.bandwidth.delta import deltas
 from pagedkv.bench.bandwidth.subjects import KERNELS, Subject
 from pagedkv.bench.bandwidth.turns import Speeds, rows
 from pagedkv.bench.memory import available
@@ -27,7 +28,7 @@ from pagedkv.kernels import cpu
 Row = dict[str, Any]
 Report = Callable[[Row], None]
 KV: Final = ("bfloat16", "fp8_e4m3", "int8", "k8v4", "k5v4")
-CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear")
+CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear", "delta")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def _on_cpu(report: Report, asked: Asked, region: Region, cells: Sequence[Cell])
         "gather_kv": lambda: subjects.gathers(kinds, region),
         "copy_frames": lambda: subjects.copies((4 * KIB, 32 * KIB, 2048 * KIB), region),
         "linear": lambda: subjects.linears((1, 8), ("int8", "int4"), region),
+        "delta": lambda: deltas((1, 512)),
     }
     for case, make in makers.items():
         if asked.has(case):

@@ -142,6 +142,42 @@ struct LinearIsa {
     void (*norm_rotate)(const NormRotate&, int64_t first, int64_t end, char* scratch);  // rows (token, head of q or k)
 };
 
+// The states of a step, as core/handles.py has them: sequence b reads frame in[b] and writes frame out[b]. The state
+// after offsets[i] of its tokens is written to frames[i], for i from saves[b] on. in -1: zeros. out -1: it is not kept.
+struct StateFrames {
+    int64_t B, stride;  // in bytes, from frame to frame
+    char* data;
+    const int32_t *in, *out, *starts, *saves, *offsets, *frames;  // the tokens of sequence b begin at starts[b]
+};
+
+// The gated delta rule (recurrent/delta.inc). A frame has V / BLOCK blocks [K][BLOCK] of each head.
+struct DeltaRule {
+    Dtype type;  // of q, k, v and out
+    int64_t H, Hk, K, V;
+    StateFrames frames;
+    View q, k, v, out, decay, beta;  // q, k [T, Hk, K], v, out [T, H, V], float32 [T, H]
+    bool streams;  // frames are written past the caches; they are aligned
+};
+
+struct CausalConv {
+    Dtype type;  // of x, weight, the states and out
+    int64_t C, W;
+    StateFrames frames;  // [W - 1, C]
+    View x, out;  // [T, C]
+    const char* weight;  // [C, W]
+    bool silu;
+};
+
+constexpr int64_t BLOCK = 16;  // as in pagedkv/kernels/recurrent/reference.py
+constexpr int64_t CHUNK = 16;  // tokens of the delta rule at a time, at most
+constexpr int64_t CONV_CHANNELS = 256;  // that are convolved at a time
+constexpr int64_t MOST_WIDTH = 16;  // of a convolution
+
+struct RecurrentIsa {
+    void (*delta)(const DeltaRule&, int64_t first, int64_t end, float* scratch);  // items (sequence, head)
+    void (*conv)(const CausalConv&, int64_t first, int64_t end);  // runs of CONV_CHANNELS channels
+};
+
 struct Isa {
     const char* name;
     bool (*supported)();
@@ -153,6 +189,7 @@ struct Isa {
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling
     const LinearIsa& linear;
+    const RecurrentIsa& recurrent;
 };
 
 extern const Isa portable_isa, avx2_isa, avx2_vnni_isa, avx512_isa, avx512_bf16_isa, neon_isa, neon_bf16_isa;

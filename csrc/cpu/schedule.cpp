@@ -351,6 +351,29 @@ void run_norm_rotate(const Isa& isa, const NormRotate& h, int threads) {
     });
 }
 
+void run_delta(const Isa& isa, const DeltaRule& d, int64_t tokens, int threads) {
+    thread_local Memory scratches;
+    int64_t items = d.frames.B * d.H, head = 4 * d.K * d.V;
+    threads = static_cast<int>(std::clamp<int64_t>((items + tokens * d.H) * head / BYTES_PER_THREAD, 1, threads));
+    threads = static_cast<int>(std::min<int64_t>(threads, items));
+    int64_t floats = round_up(d.K * d.V + (2 * CHUNK + 2) * d.K + CHUNK * d.V, 1024) + 64;
+    float* memory = reinterpret_cast<float*>(scratches.of(4 * floats * threads));
+    Parts heads(items, 1, threads);  // rows may have one token or thousands
+    run_team(threads, [&](int thread) {
+        heads.each(thread, [&](int64_t first, int64_t end, int64_t left) {
+            help_to_copy(threads, left * head);
+            isa.recurrent.delta(d, first, end, memory + thread * floats);
+        });
+    });
+}
+
+void run_conv(const Isa& isa, const CausalConv& c, int64_t tokens, int threads) {
+    threads = static_cast<int>(std::clamp<int64_t>((c.frames.B + tokens) * c.C * c.W / BYTES_PER_THREAD, 1, threads));
+    run_evenly((c.C + CONV_CHANNELS - 1) / CONV_CHANNELS, threads, [&](int64_t first, int64_t end, int) {
+        isa.recurrent.conv(c, first, end);
+    });
+}
+
 void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count,
     int threads) {
     const auto frame = [&](int64_t i, int side) {

@@ -3,6 +3,7 @@
 #define PAGEDKV_AVX2
 #define PAGEDKV_ISA avx2_isa
 #define PAGEDKV_LINEAR_ISA avx2_linear
+#define PAGEDKV_RECURRENT_ISA avx2_recurrent
 #define PAGEDKV_STREAM_UNIT avx2_stream
 #define PAGEDKV_NAME "avx2"
 #define PAGEDKV_SUPPORTED \

@@ -4,6 +4,7 @@
 #define PAGEDKV_AVX_VNNI
 #define PAGEDKV_ISA avx2_vnni_isa
 #define PAGEDKV_LINEAR_ISA avx2_vnni_linear
+#define PAGEDKV_RECURRENT_ISA avx2_vnni_recurrent
 #define PAGEDKV_STREAM_UNIT avx2_vnni_stream
 #define PAGEDKV_NAME "avx2_vnni"
 #define PAGEDKV_SUPPORTED                                                                                       \

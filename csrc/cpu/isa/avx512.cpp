@@ -3,6 +3,7 @@
 #define PAGEDKV_AVX512
 #define PAGEDKV_ISA avx512_isa
 #define PAGEDKV_LINEAR_ISA avx512_linear
+#define PAGEDKV_RECURRENT_ISA avx512_recurrent
 #define PAGEDKV_STREAM_UNIT avx512_stream
 #define PAGEDKV_NAME "avx512"
 #define PAGEDKV_SUPPORTED                                                                                             \

@@ -4,6 +4,7 @@
 #define PAGEDKV_BF16_DOT
 #define PAGEDKV_ISA avx512_bf16_isa
 #define PAGEDKV_LINEAR_ISA avx512_bf16_linear
+#define PAGEDKV_RECURRENT_ISA avx512_bf16_recurrent
 #define PAGEDKV_STREAM_UNIT avx512_bf16_stream
 #define PAGEDKV_NAME "avx512_bf16"
 #define PAGEDKV_SUPPORTED                                                                                             \

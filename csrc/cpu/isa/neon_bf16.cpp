@@ -3,6 +3,7 @@
 #include <sys/auxv.h>
 #define PAGEDKV_ISA neon_bf16_isa
 #define PAGEDKV_LINEAR_ISA neon_bf16_linear
+#define PAGEDKV_RECURRENT_ISA neon_bf16_recurrent
 #define PAGEDKV_NAME "neon_bf16"
 #define PAGEDKV_SUPPORTED (getauxval(AT_HWCAP) >> 20 & getauxval(AT_HWCAP2) >> 14 & 1)  // ASIMDDP, BF16
 #include "instruction_set.inc"

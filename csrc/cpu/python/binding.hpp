@@ -110,9 +110,31 @@ void define_fast(py::module_& m, const char* name, const char* doc) {
     m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
 }
 
+constexpr int64_t MOST_THREADS = 4096;  // as pagedkv/debug.py has it
+inline bool read_threads(PyObject* x, int64_t& to) { return read_integer(x, to) && to >= 1 && to <= MOST_THREADS; }
+
+inline const Isa& isa_at(PyObject* name) {
+    const char* text = PyUnicode_AsUTF8(name);
+    if (!text) throw py::error_already_set();
+    return isa_of(text);
+}
+
+inline bool is_float(const Tensor& t) { return t.code == 4 || (t.code == 2 && t.bits <= 32); }
+
+// Compute without the GIL. Returns True, a reference to which may be taken only while the GIL is held.
+template <class F>
+py::object done(const F& compute) {
+    {
+        py::gil_scoped_release released;
+        compute();
+    }
+    return py::reinterpret_borrow<py::object>(Py_True);
+}
+
 void define_bindings(py::module_& m);
 void define_attention(py::module_& m);
 void define_moves(py::module_& m);
 void define_linear(py::module_& m);
+void define_recurrent(py::module_& m);
 
 }  // namespace pagedkv

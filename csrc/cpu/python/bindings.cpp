@@ -72,6 +72,6 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("use_own_team", pagedkv::use_own_team,
         "Have the calls of this thread run on our own threads (True) or torch's. Returns what was chosen before.");
     pagedkv::define_bindings(m), pagedkv::define_attention(m), pagedkv::define_moves(m);
-    pagedkv::define_linear(m);
+    pagedkv::define_linear(m), pagedkv::define_recurrent(m);
     m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");
 }

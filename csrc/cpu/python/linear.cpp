@@ -17,33 +17,12 @@ enum { MODE, X, NORM, WEIGHTS, SCALES, BIAS, OUT, EPS, ISA, THREADS, NUM_LINEAR 
 enum { RESIDUAL, ADDED, ADD_NORM, ADD_EPS, ADD_ISA, NUM_ADD };
 enum { QKV, Q_NORM, K_NORM, COS, SIN, HEADS, KV_HEADS, ROTATE_EPS, ROTATE_ISA, ROTATE_THREADS, NUM_ROTATE };
 
-constexpr int64_t MOST_THREADS = 4096;  // as pagedkv/debug.py has it
 constexpr int64_t MOST_NUMBERS = int64_t{1} << 40;  // of a matrix: sizes of scratch memory stay far from 2^63
 
 bool read_float(PyObject* x, float& to) {
     if (PyFloat_CheckExact(x)) return to = static_cast<float>(PyFloat_AS_DOUBLE(x)), true;
     return false;
 }
-
-// Compute without the GIL. Returns True, a reference to which may be taken only while the GIL is held.
-template <class F>
-py::object done(const F& compute) {
-    {
-        py::gil_scoped_release released;
-        compute();
-    }
-    return py::reinterpret_borrow<py::object>(Py_True);
-}
-
-bool read_threads(PyObject* x, int64_t& to) { return read_integer(x, to) && to >= 1 && to <= MOST_THREADS; }
-
-const Isa& isa_at(PyObject* name) {
-    const char* text = PyUnicode_AsUTF8(name);
-    if (!text) throw py::error_already_set();
-    return isa_of(text);
-}
-
-bool is_float(const Tensor& t) { return t.code == 4 || (t.code == 2 && t.bits <= 32); }
 
 // A matrix of floats on the CPU whose rows are runs.
 bool is_matrix(const Tensor& t, int64_t rows, int64_t columns) {

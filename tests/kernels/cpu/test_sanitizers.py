@@ -95,13 +95,14 @@ LAWS = {
     "attention": ("test_conformance.py", "test_laws.py"),
     "moves": ("test_write.py", "gather/test_gather.py", "partition/test_merge.py"),
     "linear": ("linear/test_linear.py",),
+    "recurrent": ("recurrent/test_recurrent.py",),
 }
 
 
 @pytest.mark.parametrize("laws", LAWS)
 def test_the_laws_read_and_write_only_what_they_may(laws: str, extension: Path) -> None:
     files = (f"tests/kernels/{file}" for file in LAWS[laws])
-    chosen = [] if laws == "linear" else ["-k", "cpu-cpu"]
+    chosen = [] if laws in ("linear", "recurrent") else ["-k", "cpu-cpu"]
     plugins = ["-p", "tests.kernels.cpu.sanitized", "-p", "no:xdist", "-p", "no:cacheprovider"]
     run = under_sanitizers(extension, "pytest", "-q", "-x", "--capture=sys", *plugins, *files, *chosen)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]

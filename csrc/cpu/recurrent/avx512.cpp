@@ -1,0 +1,2 @@
+#define PAGEDKV_RECURRENT
+#include "../isa/avx512.cpp"

@@ -1,0 +1,2 @@
+#define PAGEDKV_RECURRENT
+#include "../isa/neon_bf16.cpp"

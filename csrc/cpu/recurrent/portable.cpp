@@ -1,0 +1,2 @@
+#define PAGEDKV_RECURRENT
+#include "../isa/portable.cpp"
