@@ -119,6 +119,12 @@ PICTURES: Final = {
         tuple({"case": (case,), "limit": ("no limit", "64 states", "16 states")} for case in ("agent", "chat")),
         "Prompt tokens a request computed beyond the least possible.",
     ),
+    "hints": Picture(
+        ("hints",),
+        ({"case": ("agents",), "variant": ("LRU", "pagedkv, hints=0.1", "pagedkv, hints=0.5", "pagedkv, times 20 % off",
+                                           "pagedkv", "optimum")},),
+        "100 agents, tools of 1 to 60 s, a pool of half of their contexts.",
+    ),
     "tiers": Picture(
         ("tiers", "2026-11-27-tiers-zen4"),
         ({"case": ("store", "load"), "frame": (1_835_008,), "tier": ("host", "disk"),

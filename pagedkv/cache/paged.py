@@ -38,7 +38,7 @@ from pagedkv.cache.states import StateSpec, StateStorage
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
 from pagedkv.core import Group, MemoryManager, Places, StatePool
 from pagedkv.core.arguments import whole
-from pagedkv.core.handles import Plan
+from pagedkv.core.handles import AddressSpace, Plan
 from pagedkv.core.manager import Counts, Spaces
 from pagedkv.core.recovery import Assignment
 from pagedkv.core.spaces.opening import Salt
@@ -77,6 +77,7 @@ class PagedKVCache(MemoryManager):
     tiers:        memory under the pool, the fastest first, for example [HostTier("16GiB")]: see `fetch`.
     write_back:   the pages that the tiers store; None for all, see tiers.WriteBack.
     states:       for a hybrid model, the recurrent state of a sequence. A step then computes from `space.ready` on.
+    state_tiers:  memory under the states, as `tiers` for pages: a fetch brings the deepest state and its pages.
     state_memory: frames for states: bytes such as "2GiB", a share of the pool's bytes such as "5%", or their number.
     places:       where states are kept for later prompts, see core.Places; None for its defaults.
     model, rank:  a name for the weights, and the number of this process if several share a model: pages in tiers are
@@ -102,6 +103,7 @@ class PagedKVCache(MemoryManager):
         tiers: Sequence[Tier] = (),
         write_back: WriteBack | None = None,
         states: StateSpec | None = None, state_memory: str | int = "5%", places: Places | None = None,
+        state_tiers: Sequence[Tier] = (),
         model: str = "", rank: int = 0,
         **manager_options: Any,
     ) -> None:  # fmt: skip
@@ -115,7 +117,7 @@ class PagedKVCache(MemoryManager):
         frames, self._limit = sizes.pool_sizes(self.specs, num_frames, memory, self.device)
         self._has_size = num_frames is not None or memory is not None
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
-        self.tiers: TierStack = TierStack(tiers, write_back, model=model, rank=rank)
+        self.tiers: TierStack = TierStack(tiers, write_back, state_tiers=state_tiers, model=model, rank=rank)
         self.tiers.require_events(manager_options, frames)
         if not isinstance(states, StateSpec | None) or (states is None and places is not None):
             raise InvalidRequest(f"states is {states!r:.80}, with places {places}; give a StateSpec, or neither")
@@ -138,7 +140,9 @@ class PagedKVCache(MemoryManager):
         self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
         self._poison = Poison(self, skips_fresh=not self._has_size)
-        self.tiers.attach(self, self.storage.frames, self.specs, self.layer_groups)
+        storage = self.state_storage
+        of_states = None if storage is None else (storage.frames, storage.spec.layers)
+        self.tiers.attach(self, self.storage.frames, self.specs, self.layer_groups, of_states)
 
     def _storage(self, num_frames: int) -> Storage:
         """Return a pool of this many frames."""
@@ -225,6 +229,20 @@ class PagedKVCache(MemoryManager):
         """
         return self.tiers.fetch(self, token_ids, tenant, salt, timeout, hold)
 
+    def advise(self, space: AddressSpace | None, action: str, *, until: float | None = None, now: float = 0.0) -> str:
+        """See MemoryManager.advise. "prefetch" begins to `fetch` the prompt with which the space was opened.
+
+        It is "missing" if the tiers have no more of the prompt than the pool, and "clipped" if the pool lacks frames.
+        """
+        answer = super().advise(space, action, until=until, now=now)
+        if action != "prefetch" or not self.tiers or space is None:
+            return answer
+        if (prompt := self._open_prompts.of(space.asid, space.generation)) is None:
+            return "missing"
+        tenant, salts, ids = prompt
+        fetch = self.fetch(ids, tenant=tenant, salt=dict(salts))
+        return "clipped" if fetch.lacked else "accepted" if fetch.asked else "missing"
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def fixed_batch(self, num_sequences: int, max_seqlen_k: int) -> FixedBatch:
@@ -254,7 +272,7 @@ class PagedKVCache(MemoryManager):
                 plan = super().plan(batch, counts, certain=certain, saves_inside=saves_inside)
                 break
             except OutOfFrames as lack:
-                if lack.pool == "states" or not (self.tiers.release_for(lack) or self._grow(lack)):
+                if not self.tiers.release_for(lack) and (lack.pool == "states" or not self._grow(lack)):
                     raise
         try:
             if into is not None:
@@ -380,13 +398,14 @@ class PagedKVCache(MemoryManager):
         if old is None:
             raise InvalidRequest("resize_states of a cache without states; make it with states=StateSpec(...)")
         storage = StateStorage(old.spec, old.spec.frames_in(num_frames, 0), self.device)
+        self.tiers.require_quiet()
 
         def move(moves: I32) -> list[Assignment]:
             same = min(len(old.frames), len(storage.frames))
             storage.frames[:same] = old.frames[:same]
             source, target = torch.from_numpy(moves.astype(np.int64)).to(self.device).unbind(1)
             storage.frames[target] = old.frames[source]
-            return [(self, "state_storage", storage)]
+            return [(self, "state_storage", storage), *self.tiers.resized(storage.frames, of_states=True)]
 
         super().resize_states(len(storage.frames), move)
         for callback in self._resized:

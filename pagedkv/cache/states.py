@@ -19,6 +19,7 @@ import torch
 from pagedkv.core.arguments import whole
 from pagedkv.core.handles import StateStep
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import huge_pages
 from pagedkv.spec import parse_bytes
 
 _ALIGNMENT: Final = 64
@@ -110,11 +111,15 @@ class StateStorage:
     def __init__(self, spec: StateSpec, num_frames: int, device: torch.device) -> None:
         self.spec: StateSpec = spec
         try:
-            self.frames: torch.Tensor = torch.zeros(num_frames, spec.frame_bytes, dtype=torch.uint8, device=device)
-        except (RuntimeError, OverflowError) as error:
+            if device.type == "cpu":  # pages that the system hands out as they are first written
+                region = huge_pages.allocate(num_frames * spec.frame_bytes)
+            else:
+                region = torch.zeros(num_frames * spec.frame_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, OverflowError, OSError, ValueError) as error:
             raise InvalidRequest(
                 f"{num_frames} states of {spec.frame_bytes} bytes do not fit {device} ({error}); lower state_memory"
             ) from error
+        self.frames: torch.Tensor = region.view(num_frames, spec.frame_bytes)
         self.layers: list[dict[str, torch.Tensor]] = [
             {name: self._view(*place) for name, place in layer.items()} for layer in spec.places()
         ]

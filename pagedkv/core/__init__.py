@@ -11,6 +11,7 @@ in wings by subject:
 from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.handles import AddressSpace, Pin, Plan
 from pagedkv.core.manager import MemoryManager
+from pagedkv.core.observe.receipts import Receipt
 from pagedkv.core.observe.stats import PoolStats, Stats
 from pagedkv.core.prefix.digests import page_digests
 from pagedkv.core.prefix.events import as_array, as_map
@@ -18,6 +19,6 @@ from pagedkv.core.states.door import Places, StatePool
 from pagedkv.core.tables.layer_groups import Group
 
 __all__ = [
-    "AddressSpace", "FramePool", "Group", "MemoryManager", "Pin", "Places", "Plan", "PoolStats", "StatePool", "Stats",
-    "as_array", "as_map", "page_digests",
+    "AddressSpace", "FramePool", "Group", "MemoryManager", "Pin", "Places", "Plan", "PoolStats", "Receipt", "StatePool",
+    "Stats", "as_array", "as_map", "page_digests",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 from weakref import ref
 
 import numpy as np
@@ -31,18 +32,21 @@ from pagedkv.core.arguments import (
 )
 from pagedkv.core.check.laws import Expected, check_state
 from pagedkv.core.handles import AddressSpace, Pin, Plan, Step
-from pagedkv.core.observe.misses import Miss, explain, known_tokens
+from pagedkv.core.hints import Hints, action_of
+from pagedkv.core.observe.misses import Miss, View, explain, known_tokens
 from pagedkv.core.observe.stats import Stats, Usage, gather, mean_run, usages_of
-from pagedkv.core.policies import Policy, advised, chosen, install
+from pagedkv.core.policies import Policy, chosen, install
 from pagedkv.core.pool import epochs
 from pagedkv.core.pool.frames import pending
-from pagedkv.core.prefix.events import Changes, Event, EventLog, Snapshot
+from pagedkv.core.pool.quotas import LEAST_STATES
+from pagedkv.core.prefix.events import Changes, Event, EventLog, PageName, Snapshot
 from pagedkv.core.prefix.roots import Roots, Salts
 from pagedkv.core.recovery import Assignment, Recovered, Registry, assign_together
 from pagedkv.core.spaces.awaited import Awaited, OpenPrompts
 from pagedkv.core.spaces.opening import Opened, Salt, first_end, for_each, listed, up_to_one_column
 from pagedkv.core.spaces.reorder_index import continuations
 from pagedkv.core.state import I32, I64, FrameViews
+from pagedkv.core.states.bindings import PUBLISHED
 from pagedkv.core.states.check import check_states
 from pagedkv.core.states.door import StatePool, States, refuse_states
 from pagedkv.core.tables import page_tables, steps
@@ -51,12 +55,13 @@ from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_r
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.step_errors import refuse_ids, refuse_plan, refuse_settling
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
-from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
+from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict, StaleHandle
 
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
+Result = TypeVar("Result")
 Move = Callable[[npt.NDArray[np.int64], I32], Iterable[Assignment]]
 
 
@@ -67,8 +72,10 @@ class MemoryManager(ThreadGuard):
                   pagedkv.core.policies.
     prefix_cache: publish full pages at commit and map them again for equal prefixes.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
-    max_pinned:   share of the pool that `pin` may hold.
+    max_pinned:   share of the pool that `pin` may hold, and the action "pin" of `advise`.
+    hints:        share of the pool that prefixes may hold which `advise` retains. A plan that lacks frames takes them.
     events:       number of the last events kept for `events(since)`, 16 + 4 x block_size bytes each.
+    history:      tokens of the past that `why` compares with a prompt: at least about so many, 16 to 32 bytes each.
     groups:       the layer groups, each with page tables of its own over the one pool, see Group; by default one group
                   without a window.
     states:       the frames for recurrent states of a hybrid model, see StatePool. A step then computes from
@@ -85,7 +92,9 @@ class MemoryManager(ThreadGuard):
         prefix_cache: bool = True,
         watermark: float = 0.0,
         max_pinned: float = 0.5,
+        hints: float = 0.1,
         events: int = 0,
+        history: int = 0,
         groups: Sequence[Group] = (Group(),),
         states: StatePool | None = None,
     ) -> None:
@@ -106,34 +115,40 @@ class MemoryManager(ThreadGuard):
                 f"{num_frames} frames of {block_size} tokens and {events} events: no memory for them ({error})"
             ) from None
         install(self.policy, self.state.reg)
-        self.states: States | None = None if states is None else States(states, self.block_size)
+        self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
+        self.states: States | None = None if states is None else States(states, self.block_size, self._accounts)
         if self.states:
             self.state = st.with_checkpoints(self.state)
+        self.state = st.with_history(self.state, whole(history, "history", 0, 2**30))
         self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
         self._roots, self._open_prompts, self._log = Roots(), OpenPrompts(), EventLog()
-        self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
         self._slides = any(group.window for group in self.groups)
         self._proves = debug.level() >= 3  # read once: the environment takes a tenth of a small step
         self._registry = Registry()
+        self._hints = Hints(tenants.pool_share(hints, "hints"), self._most_pinned, self._registry)
         self._restoring: ref[_Restoring] | None = None
         self._begin_guard()
 
     # -- spaces: open and close ----------------------------------------------------------------------------------------
 
     @exclusive
-    def open(self, token_ids: Tokens = (), *, tenant: bytes = b"", salt: Salt = b"") -> AddressSpace:
+    def open(
+        self, token_ids: Tokens = (), *, tenant: bytes = b"", salt: Salt = b"", most: int | None = None
+    ) -> AddressSpace:
         """Open a space that maps the longest known prefix of `token_ids`; its `len(space)` tokens need no computation.
 
         At least one token is left to compute, since the caller needs its logits. Equal tokens of different tenants
         never match each other.
         salt: identity besides the tokens: the digest of an adapter, as bytes, or {position: digest} of images and
               other media. From the page of a position on, prompts match only with an equal salt there.
+        most: the most tokens that are mapped; None for all that are known. A caller that needs the logits of a prompt's
+              own tokens gives 0: the prompt is computed whole, and published as any other.
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
         self._registry.report_lost(self.state)
         ids, tenant, salts = token_row(token_ids), tenant_name(tenant), () if salt == b"" else salt_row(salt)
         self._grow_tables(pages=len(ids) // self.block_size + 1)
-        return self._open(ids, tenant, salts, len(ids))
+        return self._open(ids, tenant, salts, len(ids) if most is None else whole(most, "most"))
 
     @exclusive
     def open_batch(
@@ -279,14 +294,14 @@ class MemoryManager(ThreadGuard):
         known = known_tokens(self.state, self._roots, prompt, ids, len(ids))
         return self._open_prompts.longest(self.state, prompt, ids, known)
 
-    def why(self, token_ids: Tokens, *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
+    def why(self, token_ids: Tokens, *, tenant: bytes = b"", salt: Salt = b"", private: bool = False) -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`, see misses.Miss.
 
-        For operators: the answer depends on the pages of all tenants.
+        private: whether the answer depends on the pages of this tenant alone: for the tenant itself, not an operator.
         """
         prompt = tenant_name(tenant), salt_row(salt)
-        states = self.states.explained if self.states else None
-        return explain(self.state, self._roots, prompt, token_row(token_ids), states)
+        view = View(self.states.explained if self.states else None, flag(private, "private"))
+        return explain(self.state, self._roots, prompt, token_row(token_ids), view)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -313,12 +328,14 @@ class MemoryManager(ThreadGuard):
         step = Step(asids, wanted, num_tokens, len(self.groups))
         plan = self._registry.add_plan(Plan(self, step), step)
         code, where = steps.plan_step(self.state, asids, wanted, plan.longs, plan.ints)
-        if code == steps.NARROW:
-            self.state = st.with_wider_table(self.state, where)
+        while code != steps.OK:
+            if code == steps.NARROW:
+                self.state = st.with_wider_table(self.state, where)
+            else:
+                del self._registry.plans[plan.number]
+                self._refuse_plan((code, where), plan, wanted)
+                self._registry.add_plan(plan, step)
             code, where = steps.plan_step(self.state, asids, wanted, plan.longs, plan.ints)
-        if code != steps.OK:
-            del self._registry.plans[plan.number]
-            refuse_plan(self.state, (code, where), asids, wanted, self._accounts)
         plan.live_table = self.state.table
         if self.states is not None:
             self._settle_states()
@@ -356,8 +373,18 @@ class MemoryManager(ThreadGuard):
             elif is_plain:
                 is_plain = False  # some tokens are computed again, or the step is refused
             else:
-                refuse_states(*failure, plan, states)
-                refuse_plan(self.state, failure, asids, wanted, self._accounts)
+                self._refuse_plan(failure, plan, wanted)
+
+    def _refuse_plan(self, failure: tuple[int, int], plan: Plan, wanted: I64) -> None:
+        """Raise the error of a plan, or return after a retained prefix was ended: the plan may now be possible."""
+        try:
+            if self.states is not None:
+                refuse_states(*failure, plan, self.states)
+            refuse_plan(self.state, failure, plan.rows, wanted, self._accounts)
+        except OutOfFrames as lack:
+            if not self._hints.relieve(self.state, self.states, lack, self._accounts):
+                raise
+            self._settle_states()
 
     @exclusive
     def commit(
@@ -449,8 +476,9 @@ class MemoryManager(ThreadGuard):
         """Suspend statistics and a window of group 0 while the caller refills the prefix cache by open, plan, commit.
 
         Inside the context, `open` counts in no statistic of prompts, and group 0 gives back no page: a page that was
-        given back could be evicted for the next one. Plans made inside the context have no recurrent states. All resume
-        at the end, also after an exception or an interrupt: these calls ask whether the context is under way.
+        given back could be evicted for the next one. Plans made inside the context have no recurrent states, and a
+        recurrent state that is committed is published wherever it is. All resume at the end, also after an exception
+        or an interrupt: these calls ask whether the context is under way.
         """
         token = _Restoring()
         outer = self._restoring_from(ref(token))
@@ -480,7 +508,7 @@ class MemoryManager(ThreadGuard):
         else:
             closure = self._closure(frame_row(what, self.num_frames))
             pages = num_frames = len(closure)
-        pinned = int(self.state.reg[st.PINNED])
+        pinned = int(self.state.reg[st.PINNED]) - self._hints.pinned_softly
         if pinned + num_frames > self.max_pinned:
             raise InvalidRequest(
                 f"pin of {num_frames} frames: pins hold {pinned} of at most {self.max_pinned}; "
@@ -489,9 +517,9 @@ class MemoryManager(ThreadGuard):
         self._grow_tables(pages=pages)
         state = self.state
         if self.states:
-            row = self.states.pin(state, asid, closure, self._most_pinned)
+            row = self.states.pin(state, asid, closure, pages, self._hints.may_hold_state(state, self.states))
         else:
-            row = page_tables.pin_space(state, asid) if asid >= 0 else page_tables.pin_frames(state, closure)
+            row = page_tables.pin_space(state, asid, pages) if asid >= 0 else page_tables.pin_frames(state, closure)
         return self._registry.add_pin(Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline))
 
     def _closure(self, wanted: I32) -> I32:
@@ -552,18 +580,39 @@ class MemoryManager(ThreadGuard):
         return waited
 
     @exclusive
-    def advise(self, space: AddressSpace, advice: str = "WILLNEED") -> None:
-        """Set how early the pages of `space` are evicted once they are cached. Forks made later inherit the advice.
+    def advise(self, space: AddressSpace | None, action: str, *, until: float | None = None, now: float = 0.0) -> str:
+        """Say whether the published pages of `space`, a prefix, will be needed again. The space may end meanwhile.
 
-        "DONTNEED": first of all.    "COLD": second, before all pages without advice.
-        "WILLNEED": in the policy's order, and the pages count as used once more.
-        Raises: InvalidRequest for any other advice; StaleHandle
+        "retain":   hold the prefix until `until`, at least. All retained prefixes share `hints` of the pool, and those
+                    that are needed last end first if there are more. So they do if a plan lacks frames.
+        "pin":      hold it until `until`, whatever happens. `max_pinned` limits pins, and a tenant's to that share of
+                    its hard quota.
+        "demote":   evict its pages before all others, once no space maps them. Ends "retain". Forks inherit it.
+        "prefetch": load what tiers have of the prompt. Rejected here: see PagedKVCache.
+        "release":  end "retain", "pin" and "demote" of exactly this prefix. Of None: end only what has expired.
+        until, now: seconds of any clock, but of the same one in all calls: this file reads none. Every call ends what
+                    has expired by its `now`.
+        Returns: "accepted"; "clipped" if only the first pages fit; "rejected"; "missing" if the space has no published
+                 page, or nothing to release
+        Raises:  InvalidRequest for any other action, or without a time where one is needed; StaleHandle
         """
-        asid = self._asid(space)
-        offset = advised(advice)
-        if advice == "WILLNEED":
-            page_tables.count_use(self.state, asid)
-        self.state.spaces["advice"][asid] = offset
+        asid = -1 if space is None and action == "release" else self._asid(space)  # type: ignore[arg-type]
+        (action, end), now = action_of(action, until), real(now, "now")
+        self._registry.report_lost(self.state)
+        self._hints.expire(self.state, now)
+        answer = "accepted" if action == "demote" else "rejected"
+        if asid < 0:
+            answer = "missing"
+        elif action in ("demote", "release"):
+            self.state.spaces["advice"][asid] = st.DEMOTED - st.NORMAL if action == "demote" else 0
+            released = self._hints.release(self.state, asid, hard=action == "release")
+            answer = released if action == "release" else answer
+        elif end is not None and now < end and (action == "retain" or end < float("inf")):
+            self._grow_tables(pages=int(self.state.spaces["complete"][asid]))
+            self.state.spaces["advice"][asid] = 0
+            answer = self._hints.hold(self.state, self.states, asid, end, is_soft=action == "retain")
+        self._settle_states()
+        return answer
 
     @exclusive
     def evict(self, count: int) -> int:
@@ -581,16 +630,19 @@ class MemoryManager(ThreadGuard):
         AllBlocksCleared.
         Returns: how many cached frames are free now.
         Raises:  InvalidRequest while there are pins, since a pin promises that its frames stay. Nothing was changed
-                 then.
+                 then. Prefixes that `advise` retains end.
         """
-        rows = np.flatnonzero(self.state.spaces["status"] == st.HELD).tolist()
-        if rows:
-            pinned, first = int(self.state.reg[st.PINNED]), self._registry.pin_of(rows[0])
+        held = np.flatnonzero(self.state.spaces["status"] == st.HELD).tolist()
+        if rows := [row for row in held if row not in self._hints.soft]:
+            pinned = int(self.state.reg[st.PINNED]) - self._hints.pinned_softly
+            first = self._registry.pin_of(rows[0])
             owner = first.owner if first else "a pin that was dropped"
             raise InvalidRequest(
                 f"forget() while {len(rows)} pins hold {pinned} frames, the first for "
                 f"{owner or 'an unnamed owner'}; unpin them first"
             )
+        self._hints.clear(self.state)
+        self.state.history.fill(0)
         freed = int(self.states.forget(self.state) if self.states else forget_pages(self.state))
         if self._proves:
             self.check()
@@ -608,10 +660,12 @@ class MemoryManager(ThreadGuard):
         Returns: int32 [M, 2]: source and target of each frame that moved. Sources lie beyond the new end, targets below
                  it. Without `move`, copy their bytes before the next plan.
         Raises:  OutOfFrames if the mapped frames do not fit; PlanConflict or InvalidRequest if a frame of a plan, an
-                 epoch or a pin would move. Nothing was changed then.
+                 epoch or a pin would move. Nothing was changed then, but retained prefixes may have ended.
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
-        refuse_resize(self.state, num_frames)
+        if num_frames < self.num_frames:
+            self._hints.clear(self.state, num_frames)
+        self._relieved(lambda: refuse_resize(self.state, num_frames))
         self._settle_states()
         old = st.copied(self.state)  # frames are evicted there: if `move` fails, nothing was changed
         state, moves = resized(old, num_frames)
@@ -640,24 +694,42 @@ class MemoryManager(ThreadGuard):
         if self.has_plans:
             raise PlanConflict("resize_states while a plan is outstanding; commit or abort it first")
         self.states.settle(self.state)
-        changes, moves, state = self.states.resized_to(self.state, num_frames)
+        states = self.states
+        changes, moves, state = self._relieved(lambda: states.resized_to(self.state, num_frames), "states")
         others = move(moves) if move else ()
         assign_together(((self, "state", state), *changes, *others))
         if self._proves:
             self.check()
         return moves
 
+    def _relieved(self, call: Callable[[], Result], pool: str = "pages") -> Result:
+        """Return the result of `call`, and end retained prefixes while it lacks frames of `pool`."""
+        while True:
+            try:
+                return call()
+            except OutOfFrames as lack:
+                lack.pool = pool
+                if not self._hints.relieve(self.state, self.states, lack, self._accounts):
+                    raise
+                self._settle_states()
+
     # -- frames to be had, and tenants ---------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
         """int, frames: how many a plan could take now, free or evictable. With quotas see `available_to`."""
-        return tenants.available(self.state)
+        return tenants.available(self.state) + tenants.total(self._freeable())
 
     @property
     def pending(self) -> int:
         """int, frames: how many become available when outstanding plans and open epochs end; wait, do not preempt."""
-        return pending(self.state)
+        return pending(self.state) + tenants.total(self._freeable(is_fenced=True))
+
+    def _freeable(self, *, is_fenced: bool = False) -> I64:
+        """int64 [accounts]: frames that come free with retained prefixes now, or when the open epoch ends."""
+        if not self._hints.soft or bool(self.state.reg[st.EPOCH] > self.state.reg[st.PASSED]) != is_fenced:
+            return tenants.NONE
+        return self._hints.freeable(self.state)
 
     @property
     def reserve(self) -> int:
@@ -674,12 +746,16 @@ class MemoryManager(ThreadGuard):
 
         The hard quota of the tenant and the protected shares of other tenants limit them.
         """
-        return max(0, min(tenants.headroom(self.state, self._accounts.get(tenant_name(tenant), 0))))
+        return max(0, min(self._headroom(tenant)))
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
         """Return True if a new sequence of `tenant` may take `num_frames` frames, leaving the `reserve` to others."""
-        pool, quota = tenants.headroom(self.state, self._accounts.get(tenant_name(tenant), 0))
+        pool, quota = self._headroom(tenant)
         return whole(num_frames, "num_frames") <= min(pool - self.reserve, quota)
+
+    def _headroom(self, tenant: bytes) -> tuple[int, int]:
+        """Return the frames that the pool, and those that its hard quota leaves to a tenant."""
+        return tenants.headroom(self.state, self._accounts.get(tenant_name(tenant), 0), self._freeable())
 
     @exclusive
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
@@ -690,6 +766,7 @@ class MemoryManager(ThreadGuard):
                    if they do not suffice.
         soft:      above it, the tenant's cached frames are evicted before those of tenants below their soft quota.
         protected: number of the tenant's frames that are not evicted for other tenants.
+        The limits count for recurrent states, too: as the same shares of their frames.
         Raises: InvalidRequest for numbers that make no sense, or for the first quota of a tenant that holds frames
                 already
         """
@@ -701,6 +778,8 @@ class MemoryManager(ThreadGuard):
                     "before its first prompt, or release its spaces and evict its cached frames"
                 )
             self.state = tenants.with_account(self.state, self._accounts)
+            if self.states:
+                self.states.pool = tenants.with_account(self.states.pool, self._accounts)
             self._accounts[tenant] = len(self._accounts) + 1
         limits.set(self.state, self._accounts[tenant])
 
@@ -710,11 +789,11 @@ class MemoryManager(ThreadGuard):
             raise InvalidRequest(
                 f"tenant {tenant!r} has no quota, so no frame is charged to it; set_quota(tenant) gives it an account"
             )
-        return usages_of(self.state, {tenant: self._accounts[tenant]})[tenant]
+        return self.usages()[tenant]
 
     def usages(self) -> dict[bytes, Usage]:
         """Return the `usage` of each tenant that has a quota. O(frames)."""
-        return usages_of(self.state, self._accounts) if self._accounts else {}
+        return usages_of(self.state, self._accounts, self._freeable()) if self._accounts else {}
 
     # -- figures and events --------------------------------------------------------------------------------------------
 
@@ -740,9 +819,12 @@ class MemoryManager(ThreadGuard):
         """uint32 [F]: the generation of each frame; it rises when the frame is taken. A copy. O(frames)."""
         return self.state.frames["generation"].copy()
 
-    def frame_views(self) -> FrameViews:
-        """Return views of the frames' records, for code that keeps their bytes. Other threads may read them, too."""
-        return st.frame_views(self.state)
+    def frame_views(self, *, of_states: bool = False) -> FrameViews:
+        """Return views of the frames' records, for code that keeps their bytes. Other threads may read them, too.
+
+        of_states: whether to return those of the frames of recurrent states.
+        """
+        return st.frame_views(self.states.pool if of_states and self.states else self.state)
 
     @exclusive
     def events(self, since: int) -> list[Event]:
@@ -776,6 +858,42 @@ class MemoryManager(ThreadGuard):
         """
         return self._required_log().changes(self.state, None if since is None else whole(since, "since"))
 
+    @exclusive
+    def new_checkpoints(self, seen: I64) -> tuple[I64, list[tuple[int, int, PageName]]]:
+        """Return the recurrent states that were kept since a call before: their frames, pages, and the pages' names.
+
+        seen: int64 [N], the stamps that the call before returned; -1 for a first call.
+        Returns: the stamps of now, and (state frame, page frame, name) of each state
+        Raises: InvalidRequest if the manager keeps no events
+        """
+        self._settle_states()
+        names, states = self._required_log().names(self.state), self.states
+        if states is None:
+            return seen, []
+        kept, pages = states.kept(self.state), states.pool.tokens[:, 0]
+        fresh = [(state, int(pages[state])) for state in np.flatnonzero((kept != seen) & (kept >= 0)).tolist()]
+        return kept, [(state, page, names[page]) for state, page in fresh if page in names]
+
+    def states_mark(self) -> tuple[int, ...]:
+        """Return a value that differs once new_checkpoints may have more: states were kept, or spaces closed."""
+        kept = int(self.states.held.totals[PUBLISHED]) if self.states else 0
+        return kept, int(self.state.reg[st.NUM_UNUSED_ASIDS]), int(self.state.reg[st.ASKED])
+
+    @property
+    def states_available(self) -> int:
+        """int: frames for recurrent states that a plan could take now."""
+        return self.states.available if self.states else 0
+
+    def states_of(self, tenant: bytes) -> int:
+        """Return how many recurrent states a tenant may hold: its share of them, if it has a hard quota."""
+        if self.states is None:
+            return 0
+        num_states = len(self.states.pool.frames)
+        if tenant not in self._accounts:
+            return num_states
+        hard = int(st.account_registers(self.state.reg)[self._accounts[tenant], st.HARD])
+        return num_states if hard < 0 else min(num_states, max(LEAST_STATES, hard * num_states // self.num_frames))
+
     # -- safety --------------------------------------------------------------------------------------------------------
 
     @exclusive
@@ -788,6 +906,7 @@ class MemoryManager(ThreadGuard):
         Returns: how many of each
         """
         self._restoring = None  # of a context that an interrupt ended
+        self._hints.forget_ended(self.state)
         recovered = self._registry.recover(self.state, self._abort)
         self._settle_states()
         return recovered

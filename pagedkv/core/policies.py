@@ -127,11 +127,3 @@ def install(policy: Policy, reg: I64) -> None:
     reg[st.RULE], reg[st.INFLATION], reg[st.SCALE] = policy.rule, policy.inflation, policy.scale
     reg[st.USED_LISTS] = st.NORMAL + len(bonuses)
     st.list_registers(reg)[st.NORMAL : st.NORMAL + len(bonuses), eviction_order.BONUS] = bonuses
-
-
-def advised(advice: str) -> int:
-    """Return list - NORMAL of frames with that advice. Raises: InvalidRequest for advice that makes no sense."""
-    offsets = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
-    if not isinstance(advice, str) or advice not in offsets:
-        raise InvalidRequest(f"advice is {advice!r}; give one of {', '.join(offsets)}")
-    return offsets[advice]

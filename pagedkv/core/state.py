@@ -44,9 +44,8 @@ HOLE: Final = -1  # a page behind a window
 NIL: Final = -1  # no frame
 
 # lists of frames: 0 .. 31 hold evictable frames (eviction_order.py), FENCED those that wait for an epoch (frames.py)
-DONTNEED: Final = 0
-COLD: Final = 1
-NORMAL: Final = 2  # the policy gives lists 2 .. 31 their meaning
+DEMOTED: Final = 0
+NORMAL: Final = 1  # the policy gives lists 1 .. 31 their meaning
 NUM_LISTS: Final = 32
 FENCED: Final = 32
 
@@ -179,7 +178,7 @@ SPACE: Final = np.dtype(
         ("outstanding", np.int32),  # plans that are not settled
         ("root", np.int32),
         ("generation", np.uint32),
-        ("advice", np.int8),  # list - NORMAL, set by advise() and open()
+        ("advice", np.int8),  # DEMOTED - NORMAL after advise(space, "demote"), else 0
         ("status", np.uint8),
         ("no_publish", np.uint8),  # 1 after forget(): the space holds forgotten pages, and publishes none
         ("unused_asid", np.int32),  # entry i of the stack of unused asids is kept in row i; it says nothing about row i
@@ -219,6 +218,7 @@ class State(NamedTuple):
     # [2 F + MAX_SPACES]: the recurrent state that is bound to the page in each frame, or NIL, then a queue of NUM_LOST
     # entries (states/bindings.py); [0] without recurrent states
     checkpoints: I32
+    history: I32  # [N, 4, 2] tokens that followed a prefix before (prefix/history.py); [0, 4, 2] if none are noted
 
 
 class FrameViews(NamedTuple):
@@ -397,12 +397,19 @@ def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool
         log=np.zeros((events, 4 + block_size), np.int32),
         groups=groups,
         checkpoints=np.zeros(0, np.int32),
+        history=np.zeros((0, 4, 2), np.int32),
     )
 
 
 def with_checkpoints(state: State) -> State:
     """Return the state with an array for the recurrent state of each page."""
     return state._replace(checkpoints=np.full(2 * len(state.frames) + MAX_SPACES, NIL, np.int32))
+
+
+def with_history(state: State, num_tokens: int) -> State:
+    """Return the state with a history of about the last `num_tokens` tokens."""
+    sets = _power_of_two(num_tokens) if num_tokens else 0
+    return state._replace(history=np.zeros((sets, *state.history.shape[1:]), np.int32))
 
 
 def with_salts(state: State) -> State:

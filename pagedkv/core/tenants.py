@@ -6,21 +6,24 @@ which has no limits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from pagedkv.core import state as st
 from pagedkv.core.arguments import real, tenant_name, whole
-from pagedkv.core.state import State
+from pagedkv.core.state import I64, State
 from pagedkv.errors import InvalidRequest
+
+NONE: Final = np.zeros(1, np.int64)
+"""No frame of any account."""
 
 
 def pool_share(share: object, what: str) -> float:
     """Return a share of the pool as a float. Raises: InvalidRequest unless 0 <= share <= 1; a watermark is below 1."""
     number, is_watermark = real(share, what), what == "watermark"
     if not 0.0 <= number <= 1.0 or (is_watermark and number == 1.0):
-        use, end = ("to keep free", "less than 1") if is_watermark else ("that pins may hold", "1")
+        use, end = ("to keep free", "less than 1") if is_watermark else (f"that {what} may hold", "1")
         raise InvalidRequest(f"{what} is {share}; it is the share of the pool {use}, from 0 to {end}")
     return number
 
@@ -72,16 +75,23 @@ def available(s: State) -> int:
     return int(s.reg[st.NUM_FREE] + s.reg[st.NUM_EVICTABLE])
 
 
-def headroom(s: State, account: int) -> tuple[int, int]:
+def total(retained: I64) -> int:
+    """Return the frames of all accounts."""
+    return 0 if retained is NONE else int(retained.sum())
+
+
+def headroom(s: State, account: int, retained: I64 = NONE) -> tuple[int, int]:
     """Return (frames that the pool leaves, frames that the hard quota leaves) to a plan of `account`; both limit it.
 
-    The pool leaves the free frames, the evictable frames of `account`, and the surplus of the other accounts: their
-    evictable frames above the protected share (quotas.py).
+    retained: int64 [accounts], frames that count as evictable, too; NONE without accounts. The pool leaves the free
+    frames, the evictable frames of `account`, and the surplus of the other accounts: their evictable frames above the
+    protected share (quotas.py).
     """
     blocks = st.account_registers(s.reg)
     if not len(blocks):
-        return available(s), available(s)
-    surplus = np.minimum(blocks[:, st.EVICTABLE], np.maximum(0, blocks[:, st.USED] - blocks[:, st.PROTECTED]))
-    block = blocks[account]
-    pool = int(s.reg[st.NUM_FREE]) + int(surplus.sum() - surplus[account] + block[st.EVICTABLE])
-    return pool, int(block[st.HARD] - block[st.USED] + block[st.EVICTABLE]) if block[st.HARD] >= 0 else pool
+        return (available(s) + total(retained),) * 2
+    evictable = blocks[:, st.EVICTABLE] + retained
+    surplus = np.minimum(evictable, np.maximum(0, blocks[:, st.USED] - blocks[:, st.PROTECTED]))
+    block, own = blocks[account], evictable[account]
+    pool = int(s.reg[st.NUM_FREE]) + int(surplus.sum() - surplus[account] + own)
+    return pool, int(block[st.HARD] - block[st.USED] + own) if block[st.HARD] >= 0 else pool

@@ -30,7 +30,7 @@ def warm_up() -> None:
     mm.commit(mm.plan([space], [5]), [1, 2, 3, 4, 5])
     space.truncate(4)
     mm.unpin(mm.pin(space))
-    mm.advise(space)
+    mm.advise(space, "demote")
     mm.retire(1)
     space.release()
     mm.advance(1)

@@ -12,6 +12,9 @@ fetch that is cancelled or late ends at once for its owner, and keeps its frames
 
 A fetch whose first page another fetch is bringing takes no frames: it waits for the other, and then looks again.
 
+A recurrent state comes after its pages: the deepest that a state tier has, then the one before it if that fails. Pages
+behind the deepest state are not loaded.
+
 A fetch that holds keeps its address space after it is done, so that its pages are not evicted before the prompt is
 opened. A plan that lacks frames takes them all the same, after all cached ones (Holds).
 """
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
 LOOKED_UP: Final = 64
 """Pages that are hashed and looked up at a time. A prompt that no tier has costs one such lookup."""
+
+TRIED: Final = 4
+"""Recurrent states of one prompt that are looked for, as one may fail to load."""
 
 Salt = bytes | Mapping[int, bytes]
 
@@ -83,6 +89,8 @@ class Fetch:
         self.space: AddressSpace | None = None
         self.plan: Plan | None = None
         self.pages: list[_FetchedPage] = []
+        self.states: list[_FetchedPage] = []  # that state tiers seem to have, the deepest first
+        self.state: _FetchedPage | None = None  # the one that is loaded, after the pages
         self.jobs: list[Job] = []
         self.ids: I32 = ids
         self.digests: list[bytes] = []  # of its pages, as far as they were hashed
@@ -141,7 +149,12 @@ class Fetch:
     @property
     def num_under_way(self) -> int:
         """Loads that a tier has not ended."""
-        return sum(len(page.under_way) for page in self.pages)
+        return sum(len(page.under_way) for page in self.loads)
+
+    @property
+    def loads(self) -> list[_FetchedPage]:
+        """The pages, or the recurrent state that is loaded after them."""
+        return self.pages if self.state is None else [self.state]
 
 
 class _FetchedPage:
@@ -149,10 +162,12 @@ class _FetchedPage:
 
     under_way: group: the number of the level that loads it. level: the number of the level to ask next, from the one
     that seems to have the page down; the levels below that one were not looked up.
+    end: how many pages of the prompt lie before a recurrent state. 0 for a page.
     """
 
-    def __init__(self, keys: list[Key]) -> None:
+    def __init__(self, keys: list[Key], end: int = 0) -> None:
         self.keys: list[Key] = keys
+        self.end: int = end
         self.frames: list[int] = []
         self.missing: set[int] = set(range(len(keys)))
         self.under_way: dict[int, int] = {}
@@ -260,14 +275,23 @@ class Loader:
         fetch.after = self._bringer(pages)
         most = max(0, MemoryManager.available_to(self._manager(), tenant) - cache.reserve) // self._num_groups
         fetch.pages, fetch.lacked = pages[:most], self._num_groups * len(pages[most:])
-        fetch.asked = max(fetch.asked, size * (fetch.first - fetch.start + len(fetch.pages)))
+        deepest = fetch.first + len(fetch.pages)
+        if self._manager().states is not None:
+            ready = (self._manager().why(ids, tenant=tenant, salt=salt).ready or 0) // size
+            fetch.start = min(fetch.start, ready)
+            fetch.states = self._findable_states(fetch, namer, ready, deepest)
+            if fetch.states and not self._manager().states_available:  # no frame for any: pages alone save nothing
+                fetch.states, fetch.lacked = [], 1
+            deepest = max([ready, *(state.end for state in fetch.states)])
+            fetch.pages = fetch.pages[: max(0, deepest - fetch.first)]
+        fetch.asked = max(fetch.asked, size * (deepest - fetch.start))
         if fetch.after is not None:
             fetch.pages = []
             self.waiting.append(fetch)
             return
-        if fetch.pages:
+        if fetch.pages or fetch.states:
             self._plan(cache, fetch, salt)
-        if not fetch.pages:
+        if fetch not in self.fetches:
             fetch.end(fetch.first)
 
     def _bringer(self, pages: Sequence[_FetchedPage]) -> Fetch | None:
@@ -286,19 +310,34 @@ class Loader:
         """
         pages: list[_FetchedPage] = []
         while part := [_FetchedPage(each) for each in itertools.islice(keys, LOOKED_UP)]:
-            for number, level in enumerate(self._levels):
-                lacking = [page for page in part if page.level is None]
-                if not lacking:
-                    break
-                hits = level.lookup([key for page in lacking for key in page.keys]).reshape(-1, self._num_groups)
-                for page, of_groups in zip(lacking, hits.tolist(), strict=True):
-                    if all(of_groups):
-                        page.level = number
+            self._look_up(part)
             found = next((i for i, page in enumerate(part) if page.level is None), len(part))
             pages += part[:found]
             if found < len(part):
                 break
         return pages
+
+    def _findable_states(self, fetch: Fetch, namer: Namer, ready: int, most: int) -> list[_FetchedPage]:
+        """Return recurrent states that some tier seems to have, the deepest first: after `ready` + 1 to `most` pages.
+
+        There are a few of them, as one may fail to load.
+        """
+        ends, found = iter(range(most, ready, -1)), list[_FetchedPage]()
+        while len(found) < TRIED and (part := list(itertools.islice(ends, LOOKED_UP))):
+            states = [_FetchedPage([namer.state_key(fetch.digests[end - 1], fetch.tenant)], end) for end in part]
+            self._look_up(states)
+            found += [state for state in states if state.level is not None]
+        return found
+
+    def _look_up(self, part: Sequence[_FetchedPage]) -> None:
+        """Set the level of each of `part` that some tier seems to have in all groups."""
+        for number, level in enumerate(self._levels):
+            lacking = [page for page in part if page.level is None and bool(page.end) == level.of_states]
+            if lacking:
+                hits = level.lookup([key for page in lacking for key in page.keys]).reshape(len(lacking), -1)
+                for page, of_groups in zip(lacking, hits.tolist(), strict=True):
+                    if all(of_groups):
+                        page.level = number
 
     def _plan(self, cache: Cache, fetch: Fetch, salt: Salt) -> None:
         """Plan frames for the pages of `fetch`, and submit their loads. Without frames the fetch has no pages."""
@@ -326,7 +365,7 @@ class Loader:
     def _submit(self, fetch: Fetch) -> None:
         """Ask the next tier for each page that is neither complete nor under way."""
         wanted: dict[int, list[_FetchedPage]] = {}
-        for page in fetch.pages:
+        for page in fetch.loads:
             if page.missing and not page.under_way and (number := self._next_level(page)) is not None:
                 page.level = number + 1
                 wanted.setdefault(number, []).append(page)
@@ -347,7 +386,14 @@ class Loader:
     def _next_level(self, page: _FetchedPage) -> int | None:
         """Return the number of the next level that `page` may be asked for in; None if there is none."""
         first = len(self._levels) if page.level is None else page.level
-        return next((number for number in range(first, len(self._levels)) if self._levels[number].is_open), None)
+        return next(
+            (
+                number
+                for number in range(first, len(self._levels))
+                if self._levels[number].is_open and self._levels[number].of_states == bool(page.end)
+            ),
+            None,
+        )
 
     def poll(self) -> None:
         """Take the pages that have ended from the tiers, and settle the fetches that are complete or late."""
@@ -378,7 +424,7 @@ class Loader:
         """Count loads of a level that has none as ended: an interrupt, or a refusal, kept them from being reported."""
         for name in [name for name in self._loads if name[0] == number]:
             del self._loads[name]
-        for page in (page for fetch in self.fetches for page in fetch.pages if page.under_way):
+        for page in (page for fetch in self.fetches for page in fetch.loads if page.under_way):
             for group in [group for group, level in page.under_way.items() if level == number]:
                 del page.under_way[group]
 
@@ -395,15 +441,52 @@ class Loader:
                     MemoryManager.commit(
                         self._manager(), fetch.plan, fetch.ids[start:end], [end - start], keep_planned=True
                     )
+            if self._manager().states is not None:
+                self._settle_state(fetch)
+                if not fetch.is_given_up and self._begin_state(fetch):
+                    return
+                pages = fetch.space.ready // size
             fetch.end(pages)
         if not fetch.num_under_way:
             if fetch.plan.is_outstanding:
                 MemoryManager.abort(self._manager(), fetch.plan)
-            if fetch.holds and not fetch.is_given_up and fetch.num_verified:
+            if fetch.holds and not fetch.is_given_up and (fetch.num_verified or fetch.state is not None):
                 self.holds.keep(fetch)
             else:
                 self.holds.release(fetch)
             self.fetches.remove(fetch)
+
+    def _settle_state(self, fetch: Fetch) -> None:
+        """Give the space of `fetch` the recurrent state that has arrived, and publish it."""
+        if fetch.state is not None and not fetch.state.missing and fetch.plan is not None and fetch.plan.is_outstanding:
+            assert fetch.space is not None
+            with self._manager().restoring():
+                ids = fetch.ids[fetch.space.ready : fetch.state.end * fetch.page_tokens]
+                MemoryManager.commit(self._manager(), fetch.plan, ids)
+
+    def _begin_state(self, fetch: Fetch) -> bool:
+        """Load the deepest recurrent state that was not tried, and whose pages are there. Return whether there is one.
+
+        It is the state that a step over these pages would write. No load is under way.
+        """
+        assert fetch.space is not None
+        assert fetch.plan is not None
+        ready, length = fetch.space.ready, len(fetch.space)
+        if fetch.plan.is_outstanding:
+            MemoryManager.abort(self._manager(), fetch.plan)
+        while fetch.states:
+            state = fetch.states.pop(0)
+            end = state.end * fetch.page_tokens
+            if ready < end <= length:
+                try:
+                    fetch.plan = MemoryManager.plan(self._manager(), [fetch.space], [end - ready], saves_inside=False)
+                except OutOfFrames:
+                    return False
+                assert fetch.plan.states is not None
+                state.frames, fetch.state = fetch.plan.states.state_out.tolist(), state
+                self._submit(fetch)
+                return True
+        return False
 
     def _wake(self, now: float) -> None:
         """Let the fetches look again whose bringers have ended, and end those that are late."""

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import Job, Key, Op, Result, Tier
 
 _LOG = logging.getLogger(__name__)
@@ -34,10 +35,16 @@ Answer = TypeVar("Answer")
 
 
 class Level:
-    """A tier of a stack. backlog: (frame, stamp, key) of pages that are to be stored, the oldest first."""
+    """A tier of a stack. backlog: (frame, stamp, key) of pages that are to be stored, the oldest first.
 
-    def __init__(self, tier: Tier) -> None:
+    of_states: whether its pages are the recurrent states of sequences. pool: the frames that it serves.
+    """
+
+    pool: PoolView
+
+    def __init__(self, tier: Tier, *, of_states: bool = False) -> None:
         self.tier: Tier = tier
+        self.of_states: bool = of_states
         self.backlog: deque[Waiting] = deque()
         self._jobs: WeakSet[Job] = WeakSet()
         self._num_begun = self._num_ended = 0  # pages

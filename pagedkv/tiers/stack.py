@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
+import numpy as np
+
 from pagedkv.core.arguments import flag, real, tenant_name, token_row, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
@@ -30,15 +32,15 @@ from pagedkv.tiers.fetch import Cache, Fetch, Loader
 from pagedkv.tiers.level import Level
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import CLOSING, Key, Op, Tier, TierStats
-from pagedkv.tiers.tier_names import Namer, fingerprint
+from pagedkv.tiers.tier_names import Namer, fingerprint, states_fingerprint
 from pagedkv.tiers.write_back import WriteBack
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     import torch
 
     from pagedkv.core.manager import MemoryManager
+    from pagedkv.core.state import I64
     from pagedkv.spec import KVSpec
 
 PAUSE: Final = 0.0002
@@ -72,25 +74,37 @@ class _Owner:
         self._kept = None
 
 
+def _require_tiers(tiers: object, argument: str) -> None:
+    """Raise InvalidRequest unless `tiers` is a list of tiers."""
+    if isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence):
+        kind = type(tiers).__name__  # its value may hold the password of a URL
+        raise InvalidRequest(f"{argument} is a {kind}; give a list, such as [HostTier('16GiB')]")
+    for tier in tiers:
+        if not isinstance(tier, Tier):
+            raise InvalidRequest(
+                f"a {type(tier).__name__} is no tier; give HostTier, DiskTier, or a subclass of pagedkv.tiers.Tier"
+            )
+
+
 class TierStack(ThreadGuard):
     """The tiers of one cache, the fastest first. `cache.tiers` is its public side.
 
-    model, rank: see PagedKVCache.
+    state_tiers, model, rank: see PagedKVCache.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], write_back: WriteBack | None = None, *, model: str = "", rank: int = 0
-    ) -> None:
-        if isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence):
-            kind = type(tiers).__name__  # its value may hold the password of a URL
-            raise InvalidRequest(f"tiers is a {kind}; give a list, such as [HostTier('16GiB')]")
-        for tier in tiers:
-            if not isinstance(tier, Tier):
-                raise InvalidRequest(
-                    f"a {type(tier).__name__} is no tier; give HostTier, DiskTier, or a subclass of pagedkv.tiers.Tier"
-                )
+        self, tiers: Sequence[Tier], write_back: WriteBack | None = None, *, state_tiers: Sequence[Tier] = (),
+        model: str = "", rank: int = 0,
+    ) -> None:  # fmt: skip
+        _require_tiers(tiers, "tiers")
+        _require_tiers(state_tiers, "state_tiers")
         if not isinstance(model, str):
             raise InvalidRequest(f"model is {model!r}; give a text that names the weights, such as their digest")
+        self._levels: list[Level] = [Level(tier) for tier in tiers]
+        self._levels += [Level(tier, of_states=True) for tier in state_tiers]
+        for tier in state_tiers:
+            tier.name = f"{tier.name}-states"
+        tiers = [*tiers, *state_tiers]
         if not model and (lasting := [tier.name for tier in tiers if tier.is_lasting]):
             raise InvalidRequest(
                 f"the {lasting[0]} tier keeps pages for other processes, and the cache has no name for its weights; "
@@ -104,11 +118,12 @@ class TierStack(ThreadGuard):
             if names[:number].count(names[number]):
                 tier.name = f"{tier.name}-{names[:number].count(names[number]) + 1}"
         self._model, self._rank = model, whole(rank, "rank")
-        self._levels: list[Level] = [Level(tier) for tier in tiers]
         self._write_back = write_back
         self._quotas: dict[bytes, int | None] = {}
         self._is_closed = False
         self._since: int | None = 0  # the last event seen; None: look at all pages that are published
+        self._stamps: I64 = np.zeros(0, np.int64)  # of the states seen: see MemoryManager.new_checkpoints
+        self._mark: tuple[int, ...] = ()  # at that time
         self._manager = _Owner()
         self._loader: Loader = Loader(self._manager, self._levels)
         self._begin_guard(strict=False)
@@ -120,33 +135,45 @@ class TierStack(ThreadGuard):
             manager_options["events"] = max(events, 4 * num_frames, 4096)
 
     def attach(
-        self, manager: MemoryManager, frames: torch.Tensor, specs: Sequence[KVSpec], layer_groups: Sequence[int]
-    ) -> None:
+        self, manager: MemoryManager, frames: torch.Tensor, specs: Sequence[KVSpec], layer_groups: Sequence[int],
+        states: tuple[torch.Tensor, Sequence[Mapping[str, Any]]] | None = None,
+    ) -> None:  # fmt: skip
         """Serve `frames` (uint8 [F, frame_bytes]), which `manager` hands out.
 
-        Raises: any error of a tier; the tiers before it are closed then
+        states: for the state tiers, the frames of recurrent states (uint8 [N, bytes]), and the layers of their spec.
+        Raises: InvalidRequest for state tiers without states; any error of a tier; the tiers before it are closed then
         """
+        if states is None and any(level.of_states for level in self._levels):
+            raise InvalidRequest("state_tiers of a cache without states; give states=StateSpec(...), or leave them out")
         of = self._manager  # a pool that refers to the stack would keep a dropped cache in memory
         of.keep(manager, lasts=bool(self._levels))
         self.pool: PoolView = PoolView(frames, lambda: of().frame_views()[:2])
         facts = fingerprint(specs, layer_groups, frames.shape[1], model=self._model, rank=self._rank)
-        self._namer = Namer(facts, len(specs))
+        of_states = b"" if states is None else states_fingerprint(facts, states[1])
+        self._namer = Namer(facts, len(specs), of_states)
         begun: list[Tier] = []
         try:
             for level in self._levels:
-                level.tier.register(self.pool, facts)
+                level.pool = self.pool
+                if level.of_states and states is not None:
+                    level.pool = PoolView(states[0], lambda: of().frame_views(of_states=True)[:2])
+                level.tier.register(level.pool, of_states if level.of_states else facts)
                 begun.append(level.tier)
-                level.backlog = deque(maxlen=2 * manager.num_frames)
+                level.backlog = deque(maxlen=2 * len(level.pool.frames))
         except BaseException:
             of.let_go()
             for tier in begun:
                 tier.close(0.0)
             raise
 
-    def resized(self, frames: torch.Tensor) -> list[tuple[object, str, object]]:
-        """Return the attributes that change with the pool, which has `frames` (uint8 [F, frame_bytes]) from then on."""
+    def resized(self, frames: torch.Tensor, *, of_states: bool = False) -> list[tuple[object, str, object]]:
+        """Return the attributes that change with a pool, which has `frames` (uint8 [F, frame_bytes]) from then on."""
         changes: list[tuple[object, str, object]] = [(self.pool, "frames", frames), (self, "_since", None)]
-        return changes + [(level, "backlog", deque(maxlen=2 * len(frames))) for level in self._levels]
+        if of_states:
+            changes = [(self, "_stamps", np.zeros(0, np.int64)), (self, "_mark", ())]
+        for level in (level for level in self._levels if level.of_states == of_states):
+            changes += [(level, "backlog", deque(maxlen=2 * len(frames))), (level.pool, "frames", frames)]
+        return changes
 
     @property
     def tiers(self) -> list[Tier]:
@@ -170,6 +197,9 @@ class TierStack(ThreadGuard):
             time.sleep(wait)
         if self._manager().last_event != self._since:
             self._take_changes()
+        if self._levels[-1].of_states and (mark := self._manager().states_mark()) != self._mark:
+            self._take_states()
+            self._mark = mark
         if self._loader.fetches or self._loader.waiting or self._loader.holds or self.num_pending:
             self._loader.poll()
         for level in self._levels:
@@ -188,18 +218,31 @@ class TierStack(ThreadGuard):
         for frame, page in changes.stored:
             if self._write_back is None or self._write_back.stores(uses=int(uses[frame]), tenant=page.tenant):
                 entry = frame, self.pool.stamp(frame), self._namer.key(page.digest, page.tenant, page.group)
-                for level in self._levels:
+                for level in (level for level in self._levels if not level.of_states):
                     level.backlog.append(entry)
-        for level in self._levels:
+        for level in (level for level in self._levels if not level.of_states):
             level.touch(removed)
         self._since = changes.sequence
+
+    def _take_states(self) -> None:
+        """Put the recurrent states that were kept into the backlogs of their tiers."""
+        manager = self._manager()
+        views, uses = manager.frame_views(of_states=True), manager.frame_views().uses
+        seen = self._stamps if len(self._stamps) == len(views.uses) else np.full(len(views.uses), -1)
+        stamps, fresh = manager.new_checkpoints(seen)
+        for frame, page, name in fresh:  # a state has been used as often as its page
+            if self._write_back is None or self._write_back.stores(uses=int(uses[page]), tenant=name.tenant):
+                entry = frame, int(stamps[frame]), self._namer.state_key(name.digest, name.tenant)
+                for level in (level for level in self._levels if level.of_states):
+                    level.backlog.append(entry)
+        self._stamps = stamps
 
     def _store(self, level: Level) -> None:
         """Submit the first pages of a backlog that are in the pool still."""
         frames, keys, most = list[int](), list[Key](), level.max_stores
         while level.backlog and len(frames) < most:
             frame, stamp, key = level.backlog.popleft()
-            if self.pool.holds(frame, stamp):
+            if level.pool.holds(frame, stamp):
                 frames.append(frame)
                 keys.append(key)
         if frames:

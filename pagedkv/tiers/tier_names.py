@@ -45,20 +45,29 @@ def fingerprint(
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-class Namer:
-    """Makes the keys of pages for a cache with `fingerprint` and so many layer groups."""
+def states_fingerprint(of_pages: bytes, layers: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the fingerprint of the recurrent states of a cache. layers: those of its StateSpec."""
+    return hashlib.sha256(of_pages + json.dumps(list(layers), sort_keys=True).encode()).digest()
 
-    def __init__(self, fingerprint: bytes, num_groups: int) -> None:
-        self._fingerprint, self._num_groups = fingerprint, num_groups
+
+class Namer:
+    """Makes the keys of pages for a cache with `fingerprint` and so many layer groups, and those of its states."""
+
+    def __init__(self, fingerprint: bytes, num_groups: int, of_states: bytes = b"") -> None:
+        self._fingerprint, self._num_groups, self._of_states = fingerprint, num_groups, of_states
 
     def renamed(self) -> Namer:
         """Return a namer with other names: they find no page that was stored before."""
-        return Namer(os.urandom(KEY_BYTES), self._num_groups)
+        return Namer(os.urandom(KEY_BYTES), self._num_groups, os.urandom(KEY_BYTES))
 
     def key(self, digest: bytes, tenant: bytes, group: int) -> Key:
         """Return the key of a page with this digest in `group`."""
         hasher = hashlib.blake2b(digest + struct.pack("<i", group), digest_size=KEY_BYTES, key=self._fingerprint)
         return Key(hasher.digest(), tenant)
+
+    def state_key(self, digest: bytes, tenant: bytes) -> Key:
+        """Return the key of the recurrent state after the page with this digest."""
+        return Key(hashlib.blake2b(digest, digest_size=KEY_BYTES, key=self._of_states).digest(), tenant)
 
     def keys_of(
         self,

@@ -11,7 +11,7 @@ from pagedkv import KVSpec, PagedKVCache, StateSpec
 from pagedkv.cache.batch import PlannedBatch
 from pagedkv.core import AddressSpace, Places
 from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
-from pagedkv.tiers import HostTier
+from pagedkv.tiers import HostTier, UsedAgain
 
 KV = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 STATES = StateSpec([{"sum": ((3, 5), "float32"), "last": ((2,), "bfloat16")}, {"sum": ((7,), "float32")}])
@@ -110,22 +110,146 @@ def test_a_pool_of_states_is_resized_with_its_bytes() -> None:
         cache.resize_states(2)
 
 
-def test_pages_that_come_back_from_a_tier_have_no_state_and_are_computed_for_it_alone() -> None:
-    cache = PagedKVCache(KV, num_frames=64, states=STATES, state_memory=16, tiers=[HostTier("1MiB")], model="m")
+def over_tiers(num_states: int = 32, **options: object) -> tuple[PagedKVCache, HostTier]:
+    """Return a cache over tiers that has computed and released PROMPT, and the tier of its states."""
+    of_states = HostTier("1MiB")
+    tiers = {"tiers": [HostTier("1MiB")], "state_tiers": [of_states], "places": Places(distances=(16, 24))}
+    cache = cache_of(num_states, **(tiers | options))
     space = cache.open(PROMPT)
     run(cache, space, PROMPT)
     space.release()
-    assert cache.tiers.flush(10)
+    assert cache.tiers.flush(60)
+    return cache, of_states
+
+
+def test_a_fetch_brings_pages_and_the_deepest_state() -> None:
+    cache, tier = over_tiers()
+    assert tier.stats().stored == cache.stats().states.checkpoints == 4
     cache.evict(64)
     assert cache.lookup(PROMPT) == 0
-    assert cache.fetch(PROMPT).wait(10)
+    fetch = cache.fetch(PROMPT, hold=True)
+    assert fetch.wait(60)
+    assert (fetch.asked, fetch.tokens) == (36, 36)
+    assert cache.stats().states.checkpoints == 1
     again = cache.open(PROMPT)
-    assert (len(again), again.ready) == (36, 0)
-    batch = cache.plan([again], [40])
-    assert (batch.slots[:36] == -1).all()
-    cache.abort(batch)
+    assert (len(again), again.ready) == (36, 36)
+    run(cache, again, PROMPT)
+    fetch.cancel()
+    assert cache.stats().states.tokens_computed == 40 + 4
+    cache.check()
+
+
+def test_a_state_comes_back_to_pages_that_the_pool_still_has() -> None:
+    cache, _ = over_tiers(tiers=[])
+    others = [cache.open([token]) for token in range(32)]
+    cache.abort(cache.plan(others, [1] * 32))
+    for other in others:
+        other.release()
+    assert (cache.lookup(PROMPT), cache.why(PROMPT).ready) == (36, 0)
+    assert cache.fetch(PROMPT).wait(60)
+    again = cache.open(PROMPT)
+    assert (len(again), again.ready) == (36, 36)
+    assert holds(cache, again, PROMPT)
+    cache.check()
+
+
+@pytest.mark.parametrize(("damaged", "ready"), [(1, 24), (2, 16), (3, 0)])
+def test_a_damaged_state_is_a_miss_at_the_checkpoint_before_it(damaged: int, ready: int) -> None:
+    cache, tier = over_tiers()
+    cache.evict(64)
+    hashed: list[bytes] = []
+    list(cache.tiers._namer.keys_of(torch.tensor(PROMPT).numpy(), b"", b"", block_size=4, digests=hashed))
+    for end in (36, 24, 16)[:damaged]:
+        key = cache.tiers._namer.state_key(hashed[end // 4 - 1], b"")
+        slot = next(slot for slot, seal in enumerate(tier._seals) if seal.startswith(key.name))
+        tier._memory[slot, 0] ^= 1
+    fetch = cache.fetch(PROMPT)
+    assert fetch.wait(60)
+    assert tier.stats().corrupt == damaged
+    again = cache.open(PROMPT)
+    assert again.ready == fetch.tokens == ready
     run(cache, again, PROMPT)
     cache.check()
+
+
+def test_a_state_comes_back_beside_windows() -> None:
+    windowed = [KV, KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32", window=6)]
+    tiers = {"tiers": [HostTier("1MiB")], "state_tiers": [HostTier("1MiB")]}
+    cache = PagedKVCache(windowed, num_frames=64, states=STATES, state_memory=32, **tiers)
+    space = cache.open(PROMPT)
+    run(cache, space, PROMPT)
+    space.release()
+    assert cache.tiers.flush(60)
+    cache.evict(64)
+    assert cache.fetch(PROMPT).wait(60)
+    again = cache.open(PROMPT)
+    assert again.ready == len(again) == 36
+    run(cache, again, PROMPT)
+    cache.check()
+
+
+def test_pages_without_a_state_in_any_tier_are_not_fetched() -> None:
+    cache, tier = over_tiers(state_tiers=[])
+    assert tier.stats().stored == 0
+    cache.evict(64)
+    fetch = cache.fetch(PROMPT)
+    assert fetch.wait(60)
+    assert (fetch.asked, cache.lookup(PROMPT)) == (0, 0)
+
+
+def test_the_state_of_an_output_is_stored_when_the_output_has_ended() -> None:
+    cache, tier = over_tiers(places=None)
+    before = tier.stats().stored
+    space = cache.open(PROMPT)
+    text = list(PROMPT)
+    run(cache, space, text)
+    for token in range(90, 130):
+        text.append(token)
+        run(cache, space, text)
+    assert cache.tiers.flush(60)
+    assert tier.stats().stored == before  # each would be replaced 4 tokens later
+    space.release()
+    assert cache.tiers.flush(60)
+    assert tier.stats().stored == before + 1
+    cache.evict(64)
+    assert cache.fetch([*text, 1]).wait(60)
+    again = cache.open([*text, 1])
+    assert again.ready == 80
+    assert holds(cache, again, text)
+
+
+def test_a_rule_of_write_back_counts_the_uses_of_a_states_page() -> None:
+    cache, tier = over_tiers(write_back=UsedAgain())
+    assert tier.stats().stored == 0
+    for _ in range(2):
+        cache.evict(64)
+        space = cache.open(PROMPT)
+        run(cache, space, PROMPT)
+        space.release()
+        assert cache.tiers.flush(60)
+    assert tier.stats().stored > 0
+    assert [one.name for one in cache.tiers.tiers] == ["host", "host-states"]
+
+
+def test_an_interrupt_loses_no_state_for_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tier = over_tiers()
+    cache.evict(64)
+    with monkeypatch.context() as once:
+        once.setattr(cache.tiers._namer, "state_key", lambda *_: [][0])
+        space = cache.open(PROMPT[1:])
+        with pytest.raises(IndexError):
+            run(cache, space, PROMPT[1:])
+    before = tier.stats().stored
+    space.release()
+    assert cache.tiers.flush(60)
+    assert tier.stats().stored > before
+
+
+def test_state_tiers_need_states() -> None:
+    with pytest.raises(InvalidRequest, match="state_tiers of a cache without states"):
+        PagedKVCache(KV, num_frames=8, state_tiers=[HostTier("1MiB")])
+    with pytest.raises(InvalidRequest, match="state_tiers is a HostTier"):
+        cache_of(state_tiers=HostTier("1MiB"))
 
 
 def test_a_new_frame_is_nan_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ FAULTS = (
     Fault(
         "a state is that after the tokens that were kept: rejected drafts count",
         "states/steps.py",
-        "        if not lives or offset > kept:\n",
+        "        if not lives or offset > num_kept:\n",
         "        if not lives:\n",
         STATES,
     ),

@@ -285,13 +285,12 @@ def test_a_returning_page_counts_as_used_again() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("advice", ["DONTNEED", "COLD"])
-def test_advice_puts_pages_before_all_others(policy: str, advice: str) -> None:
+def test_demoted_pages_are_evicted_before_all_others(policy: str) -> None:
     mm = MemoryManager(16, 4, policy=policy)
     old = prompted(mm, 1)
     space = grown(mm, [2] * 9)
     advised = space.pages[:2].tolist()
-    mm.advise(space, advice)
+    mm.advise(space, "demote")
     space.release()
     assert survivors(mm, 2, old=old, advised=advised) == {"old"}
 
@@ -299,7 +298,7 @@ def test_advice_puts_pages_before_all_others(policy: str, advice: str) -> None:
 def test_advice_on_a_prefix_never_evicts_it_before_its_suffix(mm: MemoryManager) -> None:
     grown(mm, [1] * 13).release()
     head = mm.open([1] * 9)
-    mm.advise(head, "DONTNEED")
+    mm.advise(head, "demote")
     head.release()
     mm.check()
     for _ in range(3):

@@ -472,9 +472,9 @@ class Machine(RuleBasedStateMachine):
         assert self.mm.advance(passed) == 0
 
     @precondition(lambda self: self.oracle.spaces)
-    @rule(data=some.data(), advice=some.sampled_from(["WILLNEED", "DONTNEED", "COLD"]))
-    def advise(self, data: some.DataObject, advice: str) -> None:
-        self.mm.advise(self.pick(data, settled=False).space, advice)
+    @rule(data=some.data(), action=some.sampled_from(["demote", "release"]))
+    def advise(self, data: some.DataObject, action: str) -> None:
+        self.mm.advise(self.pick(data, settled=False).space, action)
 
     @rule()
     def read_events(self) -> None:

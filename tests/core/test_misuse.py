@@ -296,8 +296,14 @@ WRONG: dict[str, Call] = {
     "retire of one space": lambda m, a: m.retire(1, a),  # type: ignore[arg-type]
     "advance to text": lambda m, a: m.advance("1"),  # type: ignore[arg-type]
     "advance far below 0": lambda m, a: m.advance(-(2**70)),
-    "advice of a list": lambda m, a: m.advise(a, ["COLD"]),  # type: ignore[arg-type]
-    "advice on a number": lambda m, a: m.advise(3),  # type: ignore[arg-type]
+    "advice of a list": lambda m, a: m.advise(a, ["demote"]),  # type: ignore[arg-type]
+    "advice on a number": lambda m, a: m.advise(3, "demote"),  # type: ignore[arg-type]
+    "advice on None": lambda m, a: m.advise(None, "retain", until=1.0),
+    "retain without an end": lambda m, a: m.advise(a, "retain"),
+    "pin without an end": lambda m, a: m.advise(a, "pin", until=None),
+    "demote with an end": lambda m, a: m.advise(a, "demote", until=1.0),
+    "retain until NaN": lambda m, a: m.advise(a, "retain", until=float("nan")),
+    "advice at NaN": lambda m, a: m.advise(a, "demote", now=float("nan")),
     "evict half a frame": lambda m, a: m.evict(1.5),  # type: ignore[arg-type]
     "evict True": lambda m, a: m.evict(True),
     "resize to 0": lambda m, a: m.resize(0),

@@ -8,6 +8,7 @@ shrink now.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from pagedkv.core import AddressSpace, Group, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
 from pagedkv.errors import EventsLost, InvalidRequest, OutOfFrames, PlanConflict
 
+ACTIONS = ("retain", "retain", "retain", "pin", "demote", "prefetch", "release")
 WORDS, TENANTS = 3, (b"", b"a", b"b")
 SALTS: tuple[dict[int, bytes], ...] = ({}, {}, {}, {}, {5: b"cat"}, {5: b"dog", 21: b"cat"})
 KEY = 0x5EED  # of the hash; without it every process would draw its own
@@ -49,11 +51,14 @@ class Walk:
 
     def __init__(self, seed: int, world: World = WORLDS["plain"]) -> None:
         self.world, self.random = world, np.random.default_rng(seed)
-        self.mm = MemoryManager(world.num_frames, world.block_size, policy=world.policy, groups=world.groups, events=16)
+        self.mm = MemoryManager(
+            world.num_frames, world.block_size, policy=world.policy, groups=world.groups, events=16, hints=0.25
+        )
         self.mm.state.reg[st.KEY] = KEY
         self.epoch, self.refused, self.conflicts = FIRST_EPOCH, 0, 0
         self.last_event = 0  # the newest one that was read
         self.mm.retire(self.epoch)
+        self.now, self.answers = 0.0, Counter[tuple[str, str]]()
         self.spaces: list[AddressSpace] = []
         self.plans: list[tuple[Plan, list[AddressSpace]]] = []
         self.pins: list[Pin] = []
@@ -235,7 +240,11 @@ class Walk:
         self.mm.advance(self.epoch - self.below(3))
 
     def advise(self) -> None:
-        self.mm.advise(self.any(), ("WILLNEED", "DONTNEED", "COLD")[self.below(3)])
+        """Give a hint, often one that ends soon, or one that ends never."""
+        action = ACTIONS[self.below(len(ACTIONS))]
+        until = self.now + (1, 3, 9, 1e9)[self.below(4)] if action in ("retain", "pin") else None
+        self.answers[action, self.mm.advise(self.any(), action, until=until, now=self.now)] += 1
+        self.now += self.below(2)
 
     def evict(self) -> None:
         self.mm.evict(self.below(4))
@@ -286,10 +295,12 @@ class Walk:
         self.mm.advance(self.epoch)
 
     def relieve_pool(self) -> None:
-        """Finish the work under way, drop the pins and release the youngest spaces, as an engine out of frames does."""
+        """Finish the work under way, end the pins and release the youngest spaces, as an engine out of frames does."""
         self.finish_work()
         while self.pins:
             self.mm.unpin(self.pins.pop())
+        self.now += 9
+        self.mm.advise(None, "release", now=self.now)
         for _ in range(min(2, len(self.spaces))):
             self.spaces.pop().release()
 
@@ -310,7 +321,7 @@ class Walk:
 
 OFTEN = (Walk.open, *[Walk.decode] * 3, *[Walk.prefill] * 2, Walk.plan, *[Walk.settle] * 2, Walk.release)
 SOMETIMES = (Walk.fork, Walk.reorder, Walk.truncate, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
-RARELY = (Walk.open_batch, Walk.retire, Walk.advance, Walk.advise, Walk.evict)
+RARELY = (Walk.open_batch, Walk.retire, Walk.advance, *[Walk.advise] * 4, Walk.evict)
 OF_THE_POOL = (Walk.set_quota, Walk.resize, Walk.forget, Walk.read_events)
 MOVES = (*OFTEN, *OFTEN, *SOMETIMES, *RARELY, *OF_THE_POOL, Walk.fork, Walk.truncate, Walk.advance)
 

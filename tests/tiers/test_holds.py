@@ -53,6 +53,22 @@ def test_held_pages_outlive_prompts_that_evict_others() -> None:
         world.cache.check()
 
 
+def test_prefetch_loads_what_tiers_have_of_the_prompt_of_a_space() -> None:
+    world = world_with(PROMPT)
+    space, other = world.cache.open(PROMPT), world.cache.open([7] * 9)
+    assert world.cache.advise(space, "prefetch") == "accepted"
+    assert world.cache.advise(other, "prefetch") == "missing"
+    while world.cache.tiers.num_fetches:
+        world.cache.tiers.pump()
+    space.release()
+    other.release()
+    assert world.check_found(PROMPT) == 24
+    short = world.cache.open([1])
+    assert world.cache.advise(short, "prefetch") == "missing"
+    short.release()
+    world.cache.check()
+
+
 def test_a_plan_that_lacks_frames_takes_the_pages_that_were_held_last() -> None:
     old, new = PROMPT, [*range(200, 225)]
     world = world_with(old, new)

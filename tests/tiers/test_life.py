@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv import KVSpec, PagedKVCache
+from pagedkv import KVSpec, PagedKVCache, StateSpec
+from pagedkv.core import Places
 from pagedkv.errors import OutOfFrames
 from pagedkv.tiers import DiskTier, HostTier, tier_names
 from tests.tiers.world import IDS, SIZE, SPEC, Stubborn, World, evicted
 
 FRAMES = 24
+STATES = StateSpec([{"conv": ((8, 3), "float32"), "recurrent": ((2, 4, 8), "float32")}])
 GROUPS = {"one": SPEC, "windowed": [SPEC, KVSpec(1, 1, 16, block_size=SIZE, dtype="float32", window=6)]}
+GROUPS |= {f"{name} beside states": spec for name, spec in GROUPS.items()}
 
 
 def tiers_of(folder: Path, slots: int) -> list[HostTier | DiskTier]:
@@ -25,7 +28,7 @@ def damage(tiers: list[HostTier | DiskTier], draw: random.Random) -> None:
     """Flip a bit of a page in some tier."""
     tier = draw.choice(tiers)
     if isinstance(tier, HostTier):
-        tier._memory[draw.randrange(len(tier._memory)), draw.randrange(SPEC.frame_bytes)] ^= 1
+        tier._memory[draw.randrange(len(tier._memory)), draw.randrange(tier._memory.shape[1])] ^= 1
     else:
         with open(tier._path("bytes"), "r+b") as file:
             at = draw.randrange(tier._slots.num_frames) * tier._stride + draw.randrange(SPEC.frame_bytes)
@@ -40,8 +43,13 @@ def damage(tiers: list[HostTier | DiskTier], draw: random.Random) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_path: Path) -> None:
     draw = random.Random(seed)
-    tiers = tiers_of(tmp_path, 40)
-    cache = PagedKVCache(GROUPS[groups], model="m", num_frames=FRAMES, tiers=tiers)
+    tiers, hybrid = tiers_of(tmp_path, 40), {}
+    if "states" in groups:
+        of_states = HostTier(60 * STATES.frame_bytes)
+        places = Places(distances=(4, 8, 16))
+        hybrid = {"states": STATES, "state_memory": 12, "state_tiers": [of_states], "places": places}
+    cache = PagedKVCache(GROUPS[groups], model="m", num_frames=FRAMES, tiers=tiers, **hybrid)
+    tiers += hybrid.get("state_tiers", [])
     world, fetches, fetched = World(cache), [], 0
     trunks = [[draw.randrange(50) for _ in range(30)] for _ in range(6)]
     for turn in range(350):
@@ -77,6 +85,8 @@ def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_pa
             assert cache.fetch(ids, tenant=tenant, salt=salt).asked == 0
         elif verb == "resize":
             cache.resize(draw.randrange(FRAMES - 4, FRAMES + 4))
+            if "states" in groups:
+                cache.resize_states(draw.randrange(10, 14))
         world.check_found(ids, tenant, salt)
         if turn % 10 == 0:
             cache.check()

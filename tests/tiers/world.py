@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pagedkv import AddressSpace, KVSpec, PagedKVCache
+from pagedkv.core.handles import StateStep
 from pagedkv.tiers import HostTier, Tier
 from pagedkv.tiers.slots import Move
 
@@ -43,17 +44,20 @@ class World:
         space = self.cache.open(ids, tenant=tenant, salt=salt)
         known = len(space)
         self.check_pages(space, ids[:known], tenant, salt)
+        ready = known if self.cache.states is None else space.ready
         try:
-            batch = self.cache.plan([space], [len(ids) - known])
+            batch = self.cache.plan([space], [len(ids) - ready])
+            if batch.states is not None:
+                self.fill_states(batch.plan.states, ready, (ids, tenant, salt))
             for group in range(len(self.cache.specs)):
                 pages = space.pages_in(group)
                 for page in range(known // SIZE, len(ids) // SIZE):
                     if pages[page] >= 0:
                         self.fill(int(pages[page]), ids[: (page + 1) * SIZE], tenant, salt, group)
-            self.cache.commit(batch, ids[known:])
+            self.cache.commit(batch, ids[ready:])
         finally:
             space.release()
-        self.computed += len(ids) - known
+        self.computed += len(ids) - ready
         return known
 
     def store(self, ids: Sequence[int], tenant: bytes = b"") -> int:
@@ -74,6 +78,19 @@ class World:
         expected = content(prefix, tenant, salt, group, self.cache.frame_bytes)
         self.cache.storage.frames[frame] = torch.from_numpy(expected)
 
+    def fill_states(self, states: StateStep, ready: int, prompt: tuple[Sequence[int], bytes, bytes]) -> None:
+        """Write the recurrent states of a step from `ready` on."""
+        ids, tenant, salt = prompt
+        ends = dict(zip(states.save_frames.tolist(), (ready + states.save_offsets).tolist(), strict=True))
+        for frame, end in {**ends, int(states.state_out[0]): len(ids)}.items():
+            expected = content(ids[:end], tenant, salt, -1, self.cache.state_storage.spec.frame_bytes)
+            self.cache.state_storage.frames[frame] = torch.from_numpy(expected)
+
+    def check_state(self, space: AddressSpace, known: Sequence[int], tenant: bytes, salt: bytes) -> None:
+        if self.cache.states is not None and space.ready:
+            held = self.cache.state_storage.frames[int(self.cache.states.held.rows["state"][space.asid])].numpy()
+            assert (held == content(known[: space.ready], tenant, salt, -1, len(held))).all(), "another state"
+
     def check_pages(self, space: AddressSpace, known: Sequence[int], tenant: bytes, salt: bytes) -> None:
         for group in range(len(self.cache.specs)):
             for page, frame in enumerate(space.pages_in(group).tolist()[: len(known) // SIZE]):
@@ -81,6 +98,7 @@ class World:
                     held = self.cache.storage.frames[frame].numpy()
                     expected = content(known[: (page + 1) * SIZE], tenant, salt, group, self.cache.frame_bytes)
                     assert (held == expected).all(), f"page {page} of group {group} holds other bytes"
+        self.check_state(space, known, tenant, salt)
 
     def check_found(self, ids: Sequence[int], tenant: bytes = b"", salt: bytes = b"") -> int:
         """Check the bytes of all that a prompt finds. Return the tokens that were found."""

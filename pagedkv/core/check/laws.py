@@ -271,7 +271,7 @@ def _check_rows(s: State, planned: I64) -> None:
     )
     advice = s.spaces["advice"].astype(np.int64) + st.NORMAL
     I9.forbid(
-        used & ((advice < st.DONTNEED) | (advice >= st.NUM_LISTS)),
+        used & ((advice < st.DEMOTED) | (advice >= st.NUM_LISTS)),
         f"the advice of a row leads to a list that is not one of the {st.NUM_LISTS}",
         place="space",
     )

@@ -333,7 +333,7 @@ class FramePool(ThreadGuard):
 
     def stats(self) -> PoolStats:
         """Return the counters of the pool. O(1), or O(frames) if a tenant has a quota."""
-        return gather_pool(self.state, usages_of(self.state, self._accounts) if self._accounts else {})
+        return gather_pool(self.state, usages_of(self.state, self._accounts, tenants.NONE) if self._accounts else {})
 
     def check(self, level: int = 3) -> None:
         """Check the invariants. O(frames). Compare `references()` with your page tables for I2.

@@ -191,8 +191,11 @@ def _wasted(s: State, rows: I64) -> int:
     return wasted
 
 
-def usages_of(s: State, accounts: dict[bytes, int]) -> dict[bytes, Usage]:
-    """Return the usage of each tenant of `accounts`. O(frames + accounts): all are counted in one pass."""
+def usages_of(s: State, accounts: dict[bytes, int], retained: I64) -> dict[bytes, Usage]:
+    """Return the usage of each tenant of `accounts`. O(frames + accounts): all are counted in one pass.
+
+    retained: int64 [accounts], frames that count as evictable, too.
+    """
     owner, refs = s.frames["account"], s.frames["refs"]
     blocks = st.account_registers(s.reg)
     unique, shared, cached = (
@@ -205,7 +208,7 @@ def usages_of(s: State, accounts: dict[bytes, int]) -> dict[bytes, Usage]:
             unique=int(unique[account]),
             shared=int(shared[account]),
             cached=int(cached[account]),
-            evictable=int(blocks[account, st.EVICTABLE]),
+            evictable=int((blocks[:, st.EVICTABLE] + retained)[account]),
             hard=_limit(blocks[account, st.HARD]),
             soft=_limit(blocks[account, st.SOFT]),
             protected=int(blocks[account, st.PROTECTED]),

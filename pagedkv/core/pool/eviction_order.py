@@ -8,8 +8,8 @@ Each list offers its oldest frame; the victim is the offered frame with the smal
     entered + bonus[list]                    clock: the number of plans so far, or the value of the last victim
 
 So a policy is a ranking, a row of bonuses and a clock. LRU has one list. Frequency and cost add to the value of the
-last victim (greedy dual: a page that is not used again ages, because the clock catches up). Two lists are evicted
-before all others: DONTNEED, then COLD. To choose a victim costs one look at each list in use, for a pool of any size.
+last victim (greedy dual: a page that is not used again ages, because the clock catches up). One list is evicted before
+all others: DEMOTED. To choose a victim costs one look at each list in use, for a pool of any size.
 
 I9, a page is evicted before its prefix. A page enters its list before its prefix does, at the same clock or an earlier
 one. A prefix is never put on a lower list than a page behind it (`floor`). Bonuses grow with the list, so the sum of
@@ -25,8 +25,7 @@ from pagedkv.core.compiled import inlined, inner
 from pagedkv.core.pool.accounts import count, list_base, register
 from pagedkv.core.state import (
     CLOCK,
-    COLD,
-    DONTNEED,
+    DEMOTED,
     EVICTABLE,
     FIRST_LIST,
     I64,
@@ -183,11 +182,10 @@ def _lead(s: State, base: int, number: int, now: int) -> int:
 def foremost(s: State, account: int) -> tuple[int, int]:
     """Return (list, lead) of the frame that `account` gives up next, see `_lead`. The account has an evictable frame.
 
-    A frame on DONTNEED or COLD has a lead beyond that of every other list.
+    A frame on DEMOTED has a lead beyond that of every other list.
     """
-    for number in (DONTNEED, COLD):
-        if s.reg[list_base(account, number) + LENGTH] > 0:
-            return number, MASK * (3 - number)
+    if s.reg[list_base(account, DEMOTED) + LENGTH] > 0:
+        return DEMOTED, 2 * MASK
     now = s.reg[CLOCK] if s.reg[INFLATION] else s.reg[TICK]
     evictable = s.reg[register(account, EVICTABLE)] if len(s.reg) > NUM_REGISTERS else s.reg[NUM_EVICTABLE]
     best, lead = -1, 0

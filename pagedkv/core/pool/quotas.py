@@ -18,6 +18,8 @@ Complexity: O(accounts) for a plan and for an eviction. All functions but evict_
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from pagedkv.core.compiled import inner
@@ -39,6 +41,9 @@ from pagedkv.core.state import (
     State,
 )
 
+LEAST_STATES: Final = 3
+"""State frames that a sequence may need: two, and a third while it has drafts or keeps a checkpoint."""
+
 
 @inner
 def measure(s: State, asids: I32, counts: I64, split: I32) -> int:
@@ -51,7 +56,7 @@ def measure(s: State, asids: I32, counts: I64, split: I32) -> int:
         for group in range(len(s.groups)):
             copies += split[i * len(s.groups) + group]
         reg[register(of_space(s, asids[i]), NEED)] += (pages - s.spaces[asids[i]].num_pages) * len(s.groups) + copies
-    return _set_gives(s)
+    return set_gives(s)
 
 
 @inner
@@ -59,11 +64,27 @@ def measure_one(s: State, account: int, count: int) -> int:
     """Do the same as `measure` for `count` frames that one account needs."""
     _clear_scratch(s)
     s.reg[register(account, NEED)] = count
-    return _set_gives(s)
+    return set_gives(s)
 
 
 @inner
-def _set_gives(s: State) -> int:
+def share_limits(s: State, t: State) -> None:
+    """Give each account the share of the state frames `t` that it has of the pages `s`, and clear NEED.
+
+    A tenant may always hold the frames that one sequence needs.
+    """
+    _clear_scratch(t)
+    for account in range(number_of(s.reg)):
+        for name in (HARD, SOFT, PROTECTED):
+            limit = s.reg[register(account, name)]
+            t.reg[register(account, name)] = limit if limit < 0 else limit * len(t.frames) // len(s.frames)
+        if t.reg[register(account, HARD)] >= 0:
+            t.reg[register(account, HARD)] = max(t.reg[register(account, HARD)], LEAST_STATES)
+
+
+@inner
+def set_gives(s: State) -> int:
+    """Set GIVES of each account from its NEED. Return the first account whose hard quota forbids its NEED, or -1."""
     reg = s.reg
     for account in range(number_of(reg)):
         used, need = reg[register(account, USED)], reg[register(account, NEED)]

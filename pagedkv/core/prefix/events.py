@@ -119,7 +119,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class _PageName:
+class PageName:
     """The name of a published frame: its digest, that of the page before, its tenant, its layer group, its salts."""
 
     digest: bytes
@@ -138,8 +138,8 @@ class Changes:
     """
 
     sequence: int
-    stored: tuple[tuple[int, _PageName], ...]
-    removed: tuple[_PageName, ...] = ()
+    stored: tuple[tuple[int, PageName], ...]
+    removed: tuple[PageName, ...] = ()
     cleared: bool = False
 
 
@@ -157,11 +157,9 @@ class EventLog:
 
     def __init__(self) -> None:
         self._folded = 0  # the last event folded
-        self._names: dict[int, _PageName] = {}  # published frame: its name, as of event `_folded`
+        self._names: dict[int, PageName] = {}  # published frame: its name, as of event `_folded`
         self._copies: dict[tuple[bytes, int], int] = {}  # (digest, group): how many frames have it
-        self._subjects: dict[
-            int, _PageName | None
-        ] = {}  # event in the ring: its page; None if a reader skips the event
+        self._subjects: dict[int, PageName | None] = {}  # event in the ring: its page; None if a reader skips the event
         # root: [(first event, tenant and salts of the root from that event on)]
         self._roots: dict[int, list[tuple[int, tuple[bytes, Salts]]]] = {}
 
@@ -222,8 +220,8 @@ class EventLog:
         self._fold(s, newest)
         if since is None or lost:
             return Changes(newest, tuple(self._names.items()))
-        stored: dict[int, _PageName] = {}
-        removed: list[_PageName] = []
+        stored: dict[int, PageName] = {}
+        removed: list[PageName] = []
         cleared = False
         for number in range(since + 1, newest + 1):
             kind, frame = s.log[number % len(s.log), :2].tolist()
@@ -235,6 +233,11 @@ class EventLog:
             elif subject is not None and self._names.get(frame) is subject:
                 stored[frame] = subject
         return Changes(newest, tuple(stored.items()), tuple(removed), cleared)
+
+    def names(self, s: State) -> dict[int, PageName]:
+        """Return the name of each published frame. Not a copy."""
+        self._fold(s, int(s.reg[LOGGED]))
+        return self._names
 
     def _fold(self, s: State, newest: int) -> None:
         """Read the ring up to event `newest`, or begin again if it has lost events that were not read.
@@ -259,8 +262,8 @@ class EventLog:
             _at_once(changes)
 
     def _name(
-        self, names: dict[int, _PageName], number: int, place: tuple[int, int, int], tokens: I32
-    ) -> _PageName | None:
+        self, names: dict[int, PageName], number: int, place: tuple[int, int, int], tokens: I32
+    ) -> PageName | None:
         """Return the name of a page published by event `number` at `place`, (parent, group, salt).
 
         names: the names of the pages published before.
@@ -269,21 +272,21 @@ class EventLog:
         parent, group, salt = place
         if group:
             leader = names.get(parent)
-            return _PageName(leader.digest, leader.before, leader.tenant, group, leader.salts) if leader else None
+            return PageName(leader.digest, leader.before, leader.tenant, group, leader.salts) if leader else None
         salts = self._root_at(salt - 1, number)[1] if salt else ()
         if parent >= 0:
             before = names.get(parent)
             if before is None:
                 return None
-            return _PageName(page_digest(before.digest, tokens, salts), before.digest, before.tenant, 0, salts)
+            return PageName(page_digest(before.digest, tokens, salts), before.digest, before.tenant, 0, salts)
         tenant, _ = self._root_at(-2 - parent, number)
-        return _PageName(page_digest(root_digest(tenant), tokens, salts), None, tenant, 0, salts)
+        return PageName(page_digest(root_digest(tenant), tokens, salts), None, tenant, 0, salts)
 
     def _root_at(self, root: int, number: int) -> tuple[bytes, Salts]:
         """Return the tenant and the salts that a root had at event `number`."""
         return next(name for begin, name in reversed(self._roots[root]) if begin <= number)
 
-    def _stored_in(self, frame: int, named: _PageName | None) -> tuple[_PageName | None, list[Change]]:
+    def _stored_in(self, frame: int, named: PageName | None) -> tuple[PageName | None, list[Change]]:
         """Return the page that a reader sees stored, None if another frame has it, and the calls that note it."""
         if named is None:
             return None, []
@@ -294,7 +297,7 @@ class EventLog:
         ]
         return named if copies == 1 else None, changes
 
-    def _removed_from(self, frame: int) -> tuple[_PageName | None, list[Change]]:
+    def _removed_from(self, frame: int) -> tuple[PageName | None, list[Change]]:
         """Return the page that a reader sees removed, None if another frame has it, and the calls that note it."""
         named = self._names.get(frame)
         if named is None:
@@ -316,13 +319,13 @@ class EventLog:
             else BlockRemoved(number, (named.digest,), named.group)
         )
 
-    def _stored(self, number: int, named: _PageName, tokens: I32) -> BlockStored:
+    def _stored(self, number: int, named: PageName, tokens: I32) -> BlockStored:
         ids = tuple(tokens.tolist())
         return BlockStored(number, (named.digest,), named.before, ids, len(ids), named.tenant, named.group, named.salts)
 
     def _rebuild(self, s: State, newest: int) -> None:
         """Name the published pages from the arrays, except pages that lost their prefix: no prompt can find them."""
-        names: dict[int, _PageName] = {}
+        names: dict[int, PageName] = {}
         copies: dict[tuple[bytes, int], int] = {}
         salts = page_salts(s)
         for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"]).tolist()):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedkv.core import state as st
-from pagedkv.core.state import State
+from pagedkv.core.state import I64, State
 
 Salts = tuple[tuple[int, bytes], ...]
 """Positions and digests, in order of positions."""
@@ -104,12 +104,26 @@ class Roots:
         ends = [end for _, _, end in _by_page(salts, block_size)]
         return [self.by_tenant[tenant], *(self.salted[tenant, salts[:end]] for end in ends)]
 
+    @staticmethod
+    def seeds(tenant: bytes, salts: Salts, state: State) -> tuple[int, I64]:
+        """Return the prefix hash of an empty prompt, and int64 [n, 2]: each page with salts, and their keyed digest."""
+        rows, size = [], state.tokens.shape[1]
+        for page, start, end in _by_page(salts, size):
+            own = tuple((position - page * size, digest) for position, digest in salts[start:end])
+            rows.append((page, _salt_seed(own, state)))
+        return _keyed(tenant, state), np.array(rows, np.int64).reshape(-1, 2)
+
     def every(self) -> list[tuple[bytes, Root]]:
         """Return the tenant of each root, and the root.
 
         A list: Python drops an interrupt that arrives while it closes a generator.
         """
         return [*self.by_tenant.items(), *[(tenant, root) for (tenant, _), root in self.salted.items()]]
+
+    def of_tenant(self, tenant: bytes) -> list[tuple[bytes, Root]]:
+        """Return the tenant and the root of each root of a tenant."""
+        first = [(tenant, self.by_tenant[tenant])] if tenant in self.by_tenant else []
+        return first + [(tenant, root) for (name, _), root in self.salted.items() if name == tenant]
 
     def is_used(self, tenant: bytes, state: State) -> bool:
         """Return whether a space or a published page belongs to `tenant`."""
@@ -157,13 +171,17 @@ def _keyed(content: bytes, state: State) -> int:
     return int.from_bytes(hashlib.blake2b(content, key=key, digest_size=4).digest(), "little")
 
 
+def _salt_seed(own: Salts, state: State) -> int:
+    return _keyed(repr(own).encode(), state)
+
+
 def _count(root: Root, state: State) -> int:
     return int(state.roots[root.number, st.IN_USE]) if root.number < len(state.roots) else 0
 
 
 def _write(root: Root, state: State) -> None:
     """Write the columns of `state.roots` that describe a root."""
-    seed = _keyed(repr(root.own).encode(), state) if root.own else 0
+    seed = _salt_seed(root.own, state) if root.own else 0
     described = np.array([root.page, root.before, seed], np.int64).astype(np.int32)
     state.roots[root.number, [st.SALTED_PAGE, st.ROOT_BEFORE, st.SALT_SEED]] = described
 

@@ -54,6 +54,11 @@ class OpenPrompts:
         """Forget the prompt of a space that was released."""
         self._prompts.pop(asid, None)
 
+    def of(self, asid: int, generation: int) -> tuple[bytes, Salts, I32] | None:
+        """Return the tenant, the salts and the ids of the prompt of an open space; None if it is not remembered."""
+        its = self._prompts.get(asid)
+        return None if its is None or its.generation != generation else (its.tenant, its.salts, its.ids)
+
     def longest(self, state: State, prompt: tuple[bytes, Salts], ids: I32, known: int) -> Awaited | None:
         """Return the longest prefix beyond `known` tokens that an open space is to publish; None if there is none.
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import eviction, frames, free_runs
+from pagedkv.core.pool.accounts import of_space
 from pagedkv.core.prefix import index
 from pagedkv.core.state import CACHED, EPOCH, HOLE, I32, I64, KEY, NIL, NUM_FREE, NUM_LOST, OPEN, PASSED, Records, State
 from pagedkv.core.tables import page_tables
@@ -109,12 +110,15 @@ def drop(t: State, h: Held, state: int) -> None:
 
 
 @inlined
-def take(t: State) -> int:
-    """Return a state frame with one reference. The caller has checked that one is free or evictable."""
+def take(s: State, t: State, asid: int) -> int:
+    """Return a state frame with one reference, for a space. The caller has checked that one is free or evictable.
+
+    If tenants have quotas, it has made one free.
+    """
     if t.reg[NUM_FREE] == 0:
         eviction.evict(t, np.int64(0))
     state, _ = free_runs.take(t.chunks, t.reg, NIL, np.int64(1))
-    frames.claim(t.frames, t.reg, state, np.int64(0))
+    frames.claim(t.frames, t.reg, state, np.int64(of_space(s, asid)))
     return state
 
 
@@ -203,6 +207,7 @@ def advance_state(t: State, h: Held, asid: int, state: int, ready: int) -> None:
     record = t.frames[before]
     if h.rows[asid].spare == NIL and record.refs == 1 and record.published == 0 and not waits:
         h.rows[asid].spare = before
+        t.frames[before].generation += 1  # as if it were taken now: a tier may still read what it held
     else:
         drop(t, h, before)
 
@@ -403,11 +408,11 @@ def truncate_row(m: Pools, asid: int, length: int) -> None:
 
 
 @compiled
-def pin_row(m: Pools, asid: int, pages: I32, with_state: bool) -> int:
-    """Pin the pages of a space, or `pages` if asid is NIL, and perhaps their last checkpoint. Return the row."""
+def pin_row(m: Pools, asid: int, pages: I32, most: int, with_state: bool) -> int:
+    """Pin the first `most` pages of a space, or `pages` if asid is NIL, and perhaps a checkpoint. Return the row."""
     s, t, h = m
     follow_losses(m)
-    row = page_tables.pin_space(s, asid) if asid >= 0 else page_tables.pin_frames(s, pages)
+    row = page_tables.pin_space(s, asid, most) if asid >= 0 else page_tables.pin_frames(s, pages)
     follow_losses(m)
     state, count = _last_checkpoint(s, t, s.table[row, : s.spaces[row].num_pages if with_state else 0])
     if state != NIL:

@@ -19,6 +19,7 @@ from pagedkv.core.handles import Plan, StateStep, Step
 from pagedkv.core.observe.stats import StateStats
 from pagedkv.core.policies import Cost, Policy, chosen, install
 from pagedkv.core.pool.frames import pending
+from pagedkv.core.pool.quotas import givable
 from pagedkv.core.prefix import index
 from pagedkv.core.prefix.roots import Root
 from pagedkv.core.recovery import Assignment
@@ -28,7 +29,7 @@ from pagedkv.core.tables import page_tables
 from pagedkv.core.tables.layer_groups import Group, group_rows
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.steps import OK
-from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
+from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, QuotaExceeded
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,10 @@ def _rules(places: Places, block_size: int) -> tuple[I64, I32]:
 
 
 class States:
-    """The state frames of one manager."""
+    """The state frames of one manager. accounts: that of each tenant with a quota."""
 
-    def __init__(self, given: StatePool, block_size: int) -> None:
+    def __init__(self, given: StatePool, block_size: int, accounts: dict[bytes, int]) -> None:
+        self.accounts: dict[bytes, int] = accounts
         if not isinstance(given, StatePool) or not isinstance(given.places, Places):
             raise InvalidRequest(f"states is {given!r}; give a StatePool, such as StatePool(64, Places())")
         count = whole(given.num_frames, "num_frames of StatePool", 1, 2**31)
@@ -154,14 +156,14 @@ class States:
         ready = self.ready(asid)
         return ready if ready <= length else bindings.last_of(self._pools(s), pages) * s.tokens.shape[1]
 
-    def pin(self, s: State, asid: int, pages: I32, share: float) -> int:
-        """Pin the pages of a space, or `pages` if asid is NIL, with their last checkpoint. Return the row.
+    def pin(self, s: State, asid: int, pages: I32, most: int, with_state: bool) -> int:
+        """See bindings.pin_row."""
+        return bindings.pin_row(self._pools(s), asid, pages, most, with_state)
 
-        share: the share of the state frames that pins may hold. A pin beyond it holds its pages alone.
-        """
-        held = (s.spaces["status"][: len(self.held.rows)] == st.HELD) & (self.held.rows["state"] != st.NIL)
-        with_state = int(held.sum()) < int(share * len(self.pool.frames))
-        return bindings.pin_row(self._pools(s), asid, pages, with_state)
+    def pinned(self, s: State) -> I64:
+        """int64 [N]: the rows of pins that hold a state."""
+        rows = self.held.rows["state"]
+        return np.flatnonzero((s.spaces["status"][: len(rows)] == st.HELD) & (rows != st.NIL))
 
     def forget(self, s: State) -> int:
         """Unpublish every page and checkpoint. Return how many cached frames of pages that freed."""
@@ -252,6 +254,9 @@ class States:
         Returns: the assignments, the moves (int32 [M, 2], source and target), and the new State of the pages
         """
         bindings.drop_spares(self._pools(s))
+        blocks = st.account_registers(self.pool.reg)
+        if len(blocks):  # the same shares of the new size; a plan sets the other limits
+            blocks[:, st.PROTECTED] = st.account_registers(s.reg)[:, st.PROTECTED] * num_frames // len(s.frames)
         refuse_resize(self.pool, num_frames)
         old = st.copied(self.pool)
         pool, moves = resized(old, num_frames)
@@ -285,6 +290,17 @@ class States:
             if index.remembers(pool.ghosts, prefix_hash):
                 return last * s.tokens.shape[1], "evicted"
         return last * s.tokens.shape[1], "never kept"
+
+    def kept(self, s: State) -> I64:
+        """int64 [N]: the generation of each checkpoint, -1 for other state frames.
+
+        The last checkpoint of an output has -1 until the space ends: the next one would replace it.
+        """
+        t, rows = self.pool, self.held.rows
+        stamps = np.where(t.frames["published"] != 0, t.frames["generation"].astype(np.int64), -1)
+        rolled = rows[(s.spaces["status"][: len(rows)] == st.OPEN) & (rows["rolled"] != st.NIL)]
+        stamps[rolled["rolled"][stamps[rolled["rolled"]] == rolled["rolled_generation"]]] = -1
+        return stamps
 
     def count_copies(self, count: int) -> None:
         """Count state frames that were copied."""
@@ -340,14 +356,28 @@ def _arrays_of(step: Step, certain: I64, scratch: I32) -> steps.StepArrays:
 
 def refuse_states(code: int, where: int, plan: Plan, states: States, ids: I32 | None = None) -> None:
     """Raise the error of a code of states/steps.py, if it is one."""
+    if code == steps.OVER_STATE_QUOTA:
+        figures = st.account_registers(states.pool.reg)[where, [st.NEED, st.HARD, st.USED, st.EVICTABLE]].tolist()
+        tenant = next(tenant for tenant, account in states.accounts.items() if account == where)
+        over = QuotaExceeded(tenant, *figures)
+        over.pool = "states"
+        over.args = (
+            f"this step needs {figures[0]} state frames for tenant {tenant!r}, which holds {figures[2]} of at most "
+            f"{figures[1]}, the share that its hard quota is of the pages; {figures[3]} of them are evictable. Preempt "
+            "sequences of this tenant, or raise its hard quota.",
+        )
+        raise over
     if code == steps.SHORT_STATES:
         free, evictable = int(states.pool.reg[st.NUM_FREE]), int(states.pool.reg[st.NUM_EVICTABLE])
+        protected = ""
+        if states.accounts:
+            evictable, protected = int(givable(states.pool)), ", apart from those that quotas protect"
         error = OutOfFrames(where, free, evictable, pending(states.pool))
         error.pool = "states"
         error.args = (
-            f"the step takes {where} state frames, one for each sequence, and {states.available} of "
-            f"{len(states.pool.frames)} are free or evictable, {error.pending} pending; release a sequence, unpin, "
-            "wait for the pending ones, or make the StatePool larger",
+            f"the step takes {where} state frames, one for each sequence, and {free + evictable} of "
+            f"{len(states.pool.frames)} are free or evictable{protected}, {error.pending} pending; release a sequence, "
+            "unpin, wait for the pending ones, or make the StatePool larger",
         )
         raise error
     if code == steps.PLANNED:

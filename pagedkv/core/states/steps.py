@@ -18,18 +18,21 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from pagedkv.core.compiled import compiled, inlined, inner
-from pagedkv.core.pool import frames
+from pagedkv.core.pool import frames, quotas
+from pagedkv.core.pool.accounts import of_space, register
 from pagedkv.core.state import (
     ABORTED,
     COMMITTED,
     HEAD,
     I32,
     I64,
+    NEED,
     NIL,
     NUM_COPIES,
     NUM_EVICTABLE,
     NUM_FREE,
     NUM_LOST,
+    NUM_REGISTERS,
     OPEN,
     OUTSTANDING,
     STATUS,
@@ -60,6 +63,8 @@ from pagedkv.core.tables.steps import MOST_TOKENS, NEGATIVE, NOT_OPEN, OK, SETTL
 SHORT_STATES: Final = 30  # too few state frames; where = how many are needed
 PLANNED: Final = 31  # where = index in the batch of a space that has an outstanding plan
 OTHER_TOKENS: Final = 32  # where = index in `token_ids` of a token that differs from the one that its KV belongs to
+
+OVER_STATE_QUOTA: Final = 34  # where = the account
 
 NOT_PLAIN: Final = 33  # the step must be measured before it is planned: it is not a decode step without drafts
 
@@ -191,27 +196,31 @@ def plan_rows(m: Pools, a: StepArrays) -> tuple[int, int]:
     else:
         for i in range(batch):
             needed += counts[i] > 0 and h.rows[asids[i]].spare == NIL
-    if needed > t.reg[NUM_FREE] + t.reg[NUM_EVICTABLE]:
-        drop_spares(m)
-        needed = 0
-        for i in range(batch):
-            needed += counts[i] > 0
-        if needed > t.reg[NUM_FREE] + t.reg[NUM_EVICTABLE]:
-            return SHORT_STATES, needed
+    has_quotas = len(t.reg) > NUM_REGISTERS
+    if has_quotas or needed > t.reg[NUM_FREE] + t.reg[NUM_EVICTABLE]:
+        code, where = _find_room(m, asids, counts)
+        if code != OK:
+            drop_spares(m)
+            code, where = _find_room(m, asids, counts)
+        if code != OK:
+            return code, where
     code, where = steps.plan_step(s, asids, a.fresh, a.pages[0], a.pages[1])
     if code != OK:
         return code, where
     if s.reg[NUM_LOST]:
         follow_losses(m)
+    if has_quotas:  # again, as losses have freed states
+        _, needed = _find_room(m, asids, counts)
+        quotas.reclaim(t, needed)
     for i in range(batch):
         asid = np.int64(asids[i])
         states[i] = h.rows[asid].state
         states[batch + i] = NIL
         if counts[i] > 0:
-            states[batch + i] = h.rows[asid].spare if h.rows[asid].spare != NIL else take(t)
+            states[batch + i] = h.rows[asid].spare if h.rows[asid].spare != NIL else take(s, t, asid)
             h.rows[asid].spare = NIL
     if len(states) > 3 * batch + 1:
-        _plan_saves(t, h, a)
+        _plan_saves(m, a)
     frames.note_peak(t.frames, t.reg)
     if len(a.step[0]) != len(a.pages[0]):
         _lay_out(s, h, a)
@@ -219,8 +228,47 @@ def plan_rows(m: Pools, a: StepArrays) -> tuple[int, int]:
 
 
 @inner
-def _plan_saves(t: State, h: Held, a: StepArrays) -> None:
+def _find_room(m: Pools, asids: I32, counts: I64) -> tuple[int, int]:
+    """Return OK and the state frames that a step takes, or the code of the shortage: of the pool, or of a quota.
+
+    If tenants have quotas, quotas.reclaim makes these frames free afterwards.
+    """
+    s, t, h = m
+    needed, room, has_quotas = 0, t.reg[NUM_FREE] + t.reg[NUM_EVICTABLE], len(t.reg) > NUM_REGISTERS
+    if has_quotas:
+        quotas.share_limits(s, t)
+    for i in range(len(asids)):
+        if counts[i] > 0 and h.rows[asids[i]].spare == NIL:
+            needed += 1
+            if has_quotas:
+                t.reg[register(of_space(s, np.int64(asids[i])), NEED)] += 1
+    if has_quotas:
+        account = quotas.set_gives(t)
+        if account >= 0:
+            return OVER_STATE_QUOTA, account
+        room = t.reg[NUM_FREE] + quotas.givable(t)
+    return (OK if needed <= room else SHORT_STATES), needed
+
+
+@inner
+def _room_for_saves(m: Pools, asid: int, wanted: int) -> int:
+    """Return how many of `wanted` states a space can save now. If tenants have quotas, make the frames free."""
+    s, t, _ = m
+    room = min(wanted, t.reg[NUM_FREE] + t.reg[NUM_EVICTABLE], max(2, len(t.frames) // _SHARE))
+    if len(t.reg) > NUM_REGISTERS:
+        account = np.int64(of_space(s, asid))
+        quotas.share_limits(s, t)
+        while room > 0 and (quotas.measure_one(t, account, room) >= 0 or quotas.givable(t) < room - t.reg[NUM_FREE]):
+            room -= 1
+        if room > 0:
+            quotas.reclaim(t, room)
+    return int(room)
+
+
+@inner
+def _plan_saves(m: Pools, a: StepArrays) -> None:
     """Take frames for the states that are saved inside the step, up to the limit of one step. Modifies: a.numbers"""
+    s, t, h = m
     asids, counts, states, scratch = a.asids, a.counts, a.numbers, a.scratch
     batch, n = len(asids), 0
     indptr, saves = states[2 * batch : 3 * batch + 1], states[3 * batch + 1 :]
@@ -228,12 +276,12 @@ def _plan_saves(t: State, h: Held, a: StepArrays) -> None:
     for i in range(batch):
         if counts[i] > 1:
             wanted = _saves(h, np.int64(asids[i]), counts[i], min(counts[i], a.certain[i]), scratch)
-            room = min(wanted, t.reg[NUM_FREE] + t.reg[NUM_EVICTABLE], max(2, len(t.frames) // _SHARE))
+            room = _room_for_saves(m, np.int64(asids[i]), np.int64(wanted))
             h.totals[SKIPPED] += wanted - room
             _thin(scratch, wanted, room, a.certain[i] if a.certain[i] < counts[i] else scratch[wanted - 1])
             for j in range(room):
                 saves[n] = scratch[j]
-                saves[most + n] = take(t)
+                saves[most + n] = take(s, t, np.int64(asids[i]))
                 n += 1
         indptr[i + 1] = n
 
@@ -301,10 +349,11 @@ def commit_rows(
         return code, where
     if s.reg[NUM_LOST]:
         follow_losses(m)
-    h.totals[COMPUTED] += len(token_ids)
-    h.totals[REPLAYED] += len(token_ids) - num_new
+    if not restoring:
+        h.totals[COMPUTED] += len(token_ids)
+        h.totals[REPLAYED] += len(token_ids) - num_new
     slides = _slides(s)
-    is_special = slides or len(states) > 3 * len(asids) + 1
+    is_special = slides or restoring or len(states) > 3 * len(asids) + 1
     for i in range(len(asids)):
         asid, before = np.int64(asids[i]), np.int64(h.rows[asids[i]].ready)
         after, state = before + wanted[i], np.int64(states[len(asids) + i])
@@ -312,7 +361,7 @@ def commit_rows(
         if whole and not is_special and after < h.rows[asid].next_place and is_open(s, asid):
             advance_state(t, h, asid, state, after)  # nothing to publish: most rows of a decode step
             continue
-        _settle_row(m, (i, asid), a, wanted[i])
+        _settle_row(m, (i, asid), a, (wanted[i], restoring))
         if slides and is_open(s, asid) and h.rows[asid].ready > before:
             page_tables.slide_windows(s, asid, before, np.int64(h.rows[asid].ready), restoring)
     if s.reg[NUM_LOST]:
@@ -374,13 +423,15 @@ def _differs(s: State, asid: int, start: int, token_ids: I32) -> int:
 
 
 @inlined
-def _settle_row(m: Pools, row: tuple[int, int], a: StepArrays, kept: int) -> None:
+def _settle_row(m: Pools, row: tuple[int, int], a: StepArrays, kept: tuple[int, bool]) -> None:
     """Publish the states of one space that are places, take the last one that is valid, and drop the others.
 
     row: index in the batch, and asid. A space that was released meanwhile takes none.
+    kept: the tokens that are kept, and whether every state is published: one that a tier has kept is a place.
     """
     s, t, h = m
     i, asid = row
+    num_kept, restoring = kept
     batch, states, ints = len(a.asids), a.numbers, a.step[1]
     indptr, saves = states[2 * batch : 3 * batch + 1], states[3 * batch + 1 :]
     start, best, at = int(h.rows[asid].ready), NIL, 0
@@ -391,11 +442,11 @@ def _settle_row(m: Pools, row: tuple[int, int], a: StepArrays, kept: int) -> Non
             state, offset = int(saves[len(saves) // 2 + j]), int(saves[j])
         if state == NIL:
             continue
-        if not lives or offset > kept:
+        if not lives or offset > num_kept:
             drop(t, h, state)
             continue
         held: int = state
-        if _is_place(h, asid, start + offset):
+        if restoring or _is_place(h, asid, start + offset):
             held = bind(m, asid, start + offset, state)
             if held != state:
                 frames.share(t.frames, t.reg, held)

@@ -8,7 +8,7 @@ A row holds `num_pages` frames (or holes) and three lengths:
 Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). If group 0 has a window, a
 space may not map the prefix of its pages: a page behind a hole stays cached only if its prefix is still published.
 
-A user's pin is a row too, with status HELD: it maps the frames that it protects, and no plan names it.
+A user's pin and a hint (core/hints.py) are rows too, with status HELD: they map frames, and no plan names them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from pagedkv.core.compiled import allocating, compiled, inlined, inner, prefetch
 from pagedkv.core.pool import frames, free_runs
 from pagedkv.core.pool.accounts import register
-from pagedkv.core.prefix import index
+from pagedkv.core.prefix import history, index
 from pagedkv.core.state import (
     ALL_NAMED,
     ASKED,
@@ -386,16 +386,6 @@ def reorder_spaces(s: State, forked: I32, released: I32) -> None:
         release_space(s, np.int64(asid))
 
 
-@compiled
-def count_use(s: State, asid: int) -> None:
-    """Count one more use of every page of `asid`, as a match does."""
-    for row in range(asid, asid + len(s.groups)):
-        for page in range(s.spaces[row].num_pages):
-            frame = s.table[row, page]
-            if frame != HOLE:
-                s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
-
-
 @inner
 def _publishable(s: State, asid: int, complete: int, full: int) -> int:
     """Return up to which of its `full` pages a space with a hole can publish, of which `complete` are published.
@@ -431,6 +421,7 @@ def publish_pages(s: State, asid: int) -> None:
     if full > complete > 0:
         parent = s.table[asid, complete - 1]
         prefix_hash = int(s.frames[parent].prefix_hash)
+    noted = prefix_hash
     for page in range(complete, full):  # hash all pages first, as _match_leaders does
         frame = s.table[asid, page]
         if not s.frames[frame].published:
@@ -460,6 +451,10 @@ def publish_pages(s: State, asid: int) -> None:
                 frame = existing
             else:
                 index.insert(s, frame, parent, prefix_hash, salt)
+                if len(s.history):
+                    first = np.int64(index.first_root(s.roots, root))
+                    history.note(s, first, np.int64(index.salted(s.roots, noted, salt)), s.tokens[frame])
+        noted = int(s.frames[frame].prefix_hash)
         if len(s.groups) > 1 and not layer_groups.publish_companions(s, asid, page):
             return
         s.spaces[asid].complete = page + 1
@@ -467,14 +462,14 @@ def publish_pages(s: State, asid: int) -> None:
 
 
 @compiled
-def pin_space(s: State, asid: int) -> int:
-    """Open a HELD row that maps the committed full pages of `asid`, and return it. O(pages).
+def pin_space(s: State, asid: int, most: int) -> int:
+    """Open a HELD row that maps the committed full pages of `asid`, at most `most`, and return it. O(pages).
 
     The row publishes its pages at once. A space may not yet have done so while a plan is outstanding, but a pin must
     hold the frames that prompts find: a page that is published already is shared, not held twice.
     """
     pin = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
-    pages = s.spaces[asid].length // s.tokens.shape[1]
+    pages = min(s.spaces[asid].length // s.tokens.shape[1], most)
     for group in range(len(s.groups)):
         row = asid + group
         s.spaces[pin + group].first_hole = s.spaces[row].first_hole if s.spaces[row].first_hole < pages else NO_HOLE

@@ -38,6 +38,7 @@ def release_all(walk: Walk) -> None:
     walk.finish_work()
     for pin in walk.pins:
         walk.mm.unpin(pin)
+    walk.mm.advise(None, "release", now=float("inf"))
 
 
 SOME = zip([*sorted(POLICIES), "lru"], WORLDS, strict=True)  # each policy in one world

@@ -74,10 +74,21 @@ class Engine:
                 self.mm.abort(plan)
             raise
 
+    def need_retained(self) -> None:
+        """Plan for a sequence that needs all frames, also those of a retained prefix."""
+        self.mm.advise(self.spaces[0], "retain", until=9.0)
+        self.spaces.pop(0).release()
+        self.spaces.append(self.mm.open([7]))
+        self.plan = self.mm.plan(self.spaces[-1:], [self.mm.available // len(self.mm.groups) * self.mm.block_size])
+        assert not self.mm._hints.soft
+        self.mm.abort(self.plan)
+
     def end(self) -> None:
         """Give everything back, and show that the pool is whole."""
+        self.plan = None
         self.mm.recover()
         self.mm.check()
+        self.mm.advise(None, "release", now=10.0)
         for pin in self.pins:
             if self.mm.holds(pin):
                 self.mm.unpin(pin)
@@ -135,7 +146,13 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "unpin": lambda e: e.mm.unpin(e.mm.pin(e.spaces[0])),
     "retire": lambda e: e.mm.retire(5, e.spaces[:1]),
     "advance": lambda e: (e.mm.retire(5, e.spaces[:1]), e.mm.advance(5)),
-    "advise": lambda e: e.mm.advise(e.spaces[0]),
+    "retain": lambda e: e.mm.advise(e.spaces[0], "retain", until=9.0),
+    "retain and need the frames": lambda e: e.need_retained(),
+    "retain until then": lambda e: (
+        e.mm.advise(e.spaces[0], "retain", until=9.0),
+        e.mm.advise(None, "release", now=9.0),
+    ),
+    "pin and release": lambda e: (e.mm.advise(e.spaces[0], "pin", until=9.0), e.mm.advise(e.spaces[0], "release")),
     "evict": lambda e: (e.spaces[0].release(), e.mm.evict(1)),
     "resize": lambda e: (e.mm.resize(80), e.mm.resize(20)),
     "forget": lambda e: e.mm.forget(),

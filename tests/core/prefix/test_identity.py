@@ -12,6 +12,7 @@ import pytest
 from pagedkv.core import Group, MemoryManager
 from pagedkv.core import state as st
 from pagedkv.core.prefix.events import BlockStored, as_map
+from pagedkv.errors import InvalidRequest
 from tests.core.oracle import Follower, content_digest, findable, grown
 
 
@@ -231,3 +232,22 @@ def test_a_root_whose_number_was_reused_has_the_salts_of_its_time() -> None:
     assert len({root.number for root in mm._roots.salted.values()}) < 40
     stored = [event for event in mm.events(0) if isinstance(event, BlockStored)]
     assert [event.salts for event in stored] == [((2, b"image %d" % number),) for number in range(40)]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_open_maps_at_most_so_many_tokens_and_the_rest_is_published_again(is_held: bool) -> None:
+    mm = MemoryManager(16, 4)
+    prompt = list(range(13))
+    held = grown(mm, prompt)
+    if not is_held:
+        held.release()
+    for most, known in ((None, 12), (99, 12), (12, 12), (4, 4), (3, 0), (0, 0)):
+        space = mm.open(prompt, most=most)
+        assert known <= len(space) <= (13 if most is None else most)
+        plan = mm.plan([space], [13 - len(space)])
+        mm.commit(plan, prompt[len(space) :])
+        space.release()
+        assert mm.lookup(prompt) == 12
+    with pytest.raises(InvalidRequest, match="most is -1; give an int of 0 or more"):
+        mm.open(prompt, most=-1)
+    mm.check()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagedkv.core import AddressSpace, Group, MemoryManager, Places, StatePool
-from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict
+from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict, QuotaExceeded
 from tests.core.states.walk import total_of
 
 PROMPT = list(range(100, 450))
@@ -50,6 +50,47 @@ def test_a_random_walk_finds_every_state_as_it_was_written(window: int | None) -
 def test_100_000_random_operations_break_no_law(window: int | None) -> None:
     seen = total_of(range(100, 300), 500, window)
     assert min(seen["hits"], seen["short of states"], seen["short of pages"]) > 100
+    assert min(seen["QuotaExceeded of states"], seen["QuotaExceeded of pages"]) > 10
+
+
+# -- quotas ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_quota_is_the_same_share_of_the_states_as_of_the_pages() -> None:
+    mm = manager(num_states=40, num_frames=400)
+    mm.set_quota(b"a", hard=40)  # 4 of the states
+    mm.set_quota(b"b", protected=100)  # 10 of them
+    other = mm.open(PROMPT, tenant=b"b")
+    step(mm, other, PROMPT)
+    kept = states_of(mm).checkpoints
+    other.release()
+    spaces = [mm.open([first, 9], tenant=b"a") for first in range(5)]
+    for first, space in enumerate(spaces[:4]):
+        step(mm, space, [first, 9])
+    with pytest.raises(QuotaExceeded, match="needs 1 state frames for tenant b'a'.* 4 of at most 4") as error:
+        mm.plan([spaces[4]], [2])
+    assert error.value.pool == "states"
+    free = [mm.open([token]) for token in range(60)]
+    with pytest.raises(OutOfFrames, match="state frames"):
+        mm.plan(free, [1] * 60)
+    plan = mm.plan(free[:26], [1] * 26)  # 40 less the 4 of a, less the 10 that b may keep
+    assert states_of(mm).checkpoints >= kept
+    mm.abort(plan)
+    mm.check()
+
+
+def test_a_smaller_pool_of_states_keeps_those_that_quotas_protect() -> None:
+    mm = manager(num_states=8, num_frames=80, distances=(), branches=False)
+    mm.set_quota(b"a", protected=20)  # 2 of 8 states, 1 of 5
+    computed(mm, PROMPT[:40]).release()
+    for tenant, start in ((b"a", 0), *((b"", 10 * number) for number in range(1, 6))):
+        space = mm.open(PROMPT[start : start + 40], tenant=tenant)
+        step(mm, space, PROMPT[start + space.ready : start + 40])
+        space.release()
+    ready = mm.why(PROMPT[:40], tenant=b"a").ready
+    mm.resize_states(5)
+    assert mm.why(PROMPT[:40], tenant=b"a").ready == ready == 32
+    mm.check()
 
 
 # -- where states are kept, and who goes on from them ------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pagedkv.errors import InvalidRequest, OutOfFrames
 
 SIZE, WORDS = 4, 9
 WHAT = {"open": 20, "step": 50, "fork": 6, "truncate": 6, "release": 8, "evict": 3, "pin": 3, "resize": 2, "forget": 1}
+WHAT["advise"] = 6
 
 
 @dataclass(eq=False)
@@ -44,12 +45,17 @@ class Walk:
         pool = StatePool(self.states, places, self.rng.choice(("cost", "lru", "2q")))
         groups = (Group(), Group(self.window)) if self.window else (Group(),)
         policy = self.rng.choice(("lru", "2q", "cost"))
-        self.mm = MemoryManager(self.frames, SIZE, policy=policy, groups=groups, states=pool)
+        self.mm = MemoryManager(self.frames, SIZE, policy=policy, groups=groups, states=pool, hints=0.25)
+        self.tenants = (b"",)
+        if self.rng.random() < 0.4:
+            self.tenants = (b"", b"limited", b"protected")
+            self.mm.set_quota(b"limited", hard=self.frames // 2)
+            self.mm.set_quota(b"protected", protected=self.frames // 4)
         self.kv: dict[int, Any] = {}
         self.memory: dict[int, Any] = {}
         self.live: list[Row] = []
         self.pins: list[Any] = []
-        self.epoch = 0
+        self.epoch, self.now = 0, 0.0
         self.stems = [[self.rng.randrange(WORDS) for _ in range(48)] for _ in range(2)]
 
     def run(self, operations: int) -> Counter[str]:
@@ -61,6 +67,7 @@ class Walk:
                 self.seen[what] += 1
             except OutOfFrames as short:  # nothing was changed; make room
                 self.seen[f"short of {short.pool}"] += 1
+                self.seen[f"{type(short).__name__} of {short.pool}"] += 1
                 self._make_room()
             self.mm.check()
             self._check_states()
@@ -86,7 +93,7 @@ class Walk:
         if len(self.live) < 5:
             stem = self.rng.choice(self.stems)[: self.rng.randrange(1, 48)]
             prompt = stem + [self.rng.randrange(WORDS) for _ in range(self.rng.randrange(6))]
-            space = self.mm.open(prompt)
+            space = self.mm.open(prompt, tenant=self.rng.choice(self.tenants))
             known = [token for token in space.token_ids.tolist() if token >= 0]
             assert known == prompt[len(space) - len(known) : len(space)]
             assert space.ready <= len(space) < len(prompt)
@@ -220,6 +227,13 @@ class Walk:
             space = self.rng.choice(self.live).space
             if len(space.pages) + self.mm.stats().pinned <= self.mm.max_pinned // 2:
                 self.pins.append(self.mm.pin(space))
+
+    def _advise(self) -> None:
+        self.now += self.rng.randrange(2)
+        if self.live:
+            action = self.rng.choice(("retain", "retain", "retain", "demote", "release"))
+            until = self.now + self.rng.choice((1.0, 3.0, 1e9)) if action == "retain" else None
+            self.seen[self.mm.advise(self.rng.choice(self.live).space, action, until=until, now=self.now)] += 1
 
     def _resize(self) -> None:
         if self.rng.random() < 0.5:

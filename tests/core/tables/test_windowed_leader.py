@@ -203,7 +203,7 @@ def test_a_prefix_is_not_given_up_before_what_is_cached_behind_a_page_that_is_ma
     whole = grown(mm, [1, 2, 3])
     other = mm.open([1, 2, 9])  # maps 1 and 2
     first, leaf = int(other.pages[0]), int(whole.pages[2])
-    mm.advise(other, "DONTNEED")
+    mm.advise(other, "demote")
     whole.release()  # 3 is cached like any other
     mm.commit(mm.plan([other], [1]), [9])  # 1 falls behind the window, and is cached
     mm.check()
