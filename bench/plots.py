@@ -27,13 +27,14 @@ MOVED: Final = "Bytes moved, as a share of what memory moves", "efficiency", "me
 TITLES: Final[dict[tuple[str, str], tuple[str, str, str]]] = {
     ("attention", "decode"): ("Decode: KV read, as a share of a bare read", "efficiency", "a bare read"),
     ("bandwidth", "ceiling"): ("Speed of memory by access pattern", "median", ""),
-    **{("bandwidth", case): MOVED for case in ("decode", "linear", "write_kv", "gather_kv", "copy_frames")},
+    **{("bandwidth", case): MOVED for case in ("decode", "linear", "write_kv", "gather_kv", "copy_frames", "delta")},
     ("fragmentation", "useful"): ("KV memory that holds tokens while requests wait", "median", ""),
     ("fragmentation", "waste"): ("Slots of mapped frames without a token", "median", ""),
     ("fragmentation", "saved"): ("Frames that sharing saves", "median", ""),
     ("generate", "decode"): ("A decode step over the time of reading its bytes", "over_bound", "the read"),
     ("states", "agent"): ("An agent: prompt tokens a request beyond the least", "median", ""),
     ("states", "chat"): ("Chats: prompt tokens a request beyond the least", "median", ""),
+    ("hints", "agents"): ("Agents with tools: prompt tokens computed again, a request", "median", ""),
     ("tiers", "store"): ("Pages stored", "median", ""),
     ("tiers", "load"): ("Pages loaded", "median", ""),
 }  # fmt: skip

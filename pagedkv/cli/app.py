@@ -87,6 +87,14 @@ def _kv_quality(measuring: options.Measuring) -> None:
     run(measuring)
 
 
+@command(app, "pagedkv why yesterday.json today.json --model DIR")
+def _why(comparing: options.Comparing) -> None:
+    """Compare two prompts, and show the first token that differs: why the second was not found in the cache."""
+    from pagedkv.cli.why import run  # tokenizers
+
+    run(comparing)
+
+
 @command(app, "pagedkv doctor")
 def _doctor() -> None:
     """Show which kernels can run here and why the others cannot, and what this machine has."""

@@ -23,7 +23,7 @@ from pagedkv.cli.report import grid, size
 from pagedkv.engine.checkpoint import BUNDLED, hub
 from pagedkv.engine.checkpoint.config import ModelConfig
 from pagedkv.engine.checkpoint.files import read_json
-from pagedkv.engine.checkpoint.fit import WEIGHT_BITS, Footprint, footprint_of_config, footprint_of_numbers
+from pagedkv.engine.checkpoint.fit import STATES, WEIGHT_BITS, Footprint, footprint_of_config, footprint_of_numbers
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.spec import STEP_TOKENS, KVSpec, parse_bytes
 
@@ -142,6 +142,7 @@ def _figures(model: _Model, given: Fitting) -> dict[str, Any]:
         "block_size": first.block_size,
         "bytes_per_token": whole.bytes_per_token,
         "frame_bytes": whole.frame_bytes,
+        "state_bytes": whole.state_bytes,
         "weight_bytes": whole.weight_bytes if model.knows_weights else None,
         "memory_bytes": memory,
         "memory_bytes_per_s": speed,
@@ -201,6 +202,8 @@ def _table(found: dict[str, Any], specs: tuple[KVSpec, ...], *, is_here: bool) -
         facts["layer groups"] = ", ".join([*full, *windows])
     facts["a token"] = f"{_size(found['bytes_per_token'])} ({found['bytes_per_token']:,} bytes)"
     facts["a frame"] = f"{_size(found['frame_bytes'])}, {found['block_size']:,} tokens"
+    if found["state_bytes"]:
+        facts["a state"] = f"{_size(found['state_bytes'])}, {STATES} of them for each sequence"
     facts[context] = f"{_size(found['context_bytes'])} in {found['context_frames']:,} frames"
     weights, longest = found["weight_bytes"], found["longest_context"]
     facts["weights"] = "unknown, counted as none; give --weights SIZE" if weights is None else _size(weights)

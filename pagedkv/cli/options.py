@@ -85,17 +85,11 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """A model that is loaded."""
+class _Named:
+    """A model on a disk or on the hub."""
 
     model: Annotated[Text, option("DIR", _MODEL)] = None
     fetch: Annotated[bool, option("", "Fetch owner/name from the hub without a question.", "--fetch")] = False
-    weights: Annotated[Literal["int8", "int4"] | None, option("NAME", "int8 or int4, quantised while loading.")] = None
-    device: Annotated[str, option("NAME", "cpu, cuda or cuda:N.")] = "cpu"
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
-            raise InvalidRequest(f"--device is {self.device!r}; give cpu, cuda or cuda:N")
 
     def folder(self) -> Path | None:
         """Return the folder of the model; None for the bundled one. Raises: CheckpointError"""
@@ -103,12 +97,33 @@ class _Loaded:
 
     @staticmethod
     def text_of(path: Path | None) -> str | None:
-        """Return the text to measure KV kinds on. Raises: InvalidRequest"""
+        """Return the text of a file. Raises: InvalidRequest"""
         try:
             return None if path is None else regular_files.read(path, shaping.MOST_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise InvalidRequest(f"cannot read {path}: {why}; give a file with a text") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparing(_Named):
+    """Two prompts, and the tokenizer that reads them."""
+
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A prompt that was sent: text, or a request's JSON.")]
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="The prompt that was not found.")]
+    block_size: Annotated[int, option("N", "Tokens in a page of the server.", min=1)] = 16
+
+
+@dataclass(frozen=True)
+class _Loaded(_Named):
+    """A model that is loaded."""
+
+    weights: Annotated[Literal["int8", "int4"] | None, option("NAME", "int8 or int4, quantised while loading.")] = None
+    device: Annotated[str, option("NAME", "cpu, cuda or cuda:N.")] = "cpu"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise InvalidRequest(f"--device is {self.device!r}; give cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,10 @@ class Loading(_Loaded, Stored):
     speculate: Annotated[Text, option("HOW", "Guess tokens: prompt-lookup, draft, or a smaller model.")] = None
     num_frames: Annotated[Number, _kv("N", "Frames in the pool.", min=1, max=2**50)] = None
     memory: Annotated[Text, _kv("SIZE", "Size of the pool instead, such as 2GiB.")] = None
+    state_memory: Annotated[Text, _kv("SIZE", "Recurrent states, beside the pool: 2GiB, 5%, a number.")] = None
     tier: Annotated[Texts, _kv("TIER", "host:SIZE, disk:SIZE:FOLDER, or a shared store; again, fastest first.")] = None
+    state_tier: Annotated[Texts, _kv("TIER", "The same for recurrent states.")] = None
+    context: Annotated[Number, _kv("N", "Tokens of prompt and output, at most.", min=1)] = None
     kernels: Annotated[str, _kv("NAME", "One that `pagedkv doctor` lists.")] = "auto"
     window: Annotated[Number, _kv("N", "Each token sees the last N: constant memory.", min=1)] = None
     sinks: Annotated[int, _kv("N", "With --window: and the first N, such as 4.", min=0)] = 0
@@ -141,7 +159,7 @@ class Loading(_Loaded, Stored):
             raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
         if self.memory is not None:
             amount("--memory", self.memory)
-        if self.tier and (key := debug.tier_key()) and not 16 <= len(key) <= 64:
+        if (self.tier or self.state_tier) and (key := debug.tier_key()) and not 16 <= len(key) <= 64:
             raise InvalidRequest(f"PAGEDKV_TIER_KEY has {len(key)} bytes; set it to 16 to 64 secret bytes, or unset it")
         if self.sinks and self.window is None:
             raise InvalidRequest(f"--sinks is {self.sinks} without --window; give --window, too, such as 1024")
@@ -149,7 +167,11 @@ class Loading(_Loaded, Stored):
     def check(self) -> None:
         """Read the configs of the model and of a draft, after fetching them. Raises: PagedKVError, before torch."""
         config = ModelConfig.load(self.folder() or BUNDLED)
+        for name, value in (("--state-memory", self.state_memory), ("--state-tier", self.state_tier)):
+            if value is not None and config.linear is None:
+                raise InvalidRequest(f"{name} is given, and this model has no recurrent states; leave it out")
         with naming_options():
+            config = config.within(self.context)
             kv_dtype = None if Gate.of(self.kv_dtype, self.kv_text) else self.kv_dtype
             specs = config.specs(dtype=self.dtype, kv_dtype=kv_dtype, block_size=self.block_size)
             if self.memory is not None:
@@ -159,9 +181,14 @@ class Loading(_Loaded, Stored):
 
     def of_engine(self) -> dict[str, Any]:
         """Return the options of Engine.load, without limits. Raises: CheckpointError for a draft without a snapshot"""
-        names = "dtype kv_dtype block_size weights device speculate num_frames memory kernels window sinks".split()
+        names = (
+            "dtype kv_dtype block_size weights device speculate num_frames memory kernels context window sinks".split()
+        )
         found = {name: getattr(self, name) for name in names}
+        states = self.state_memory
+        found["state_memory"] = int(states) if states is not None and states.isdecimal() else states
         found |= {"tiers": tuple(self.tier or ()), "kv_text": self.text_of(self.kv_text)}
+        found |= {"state_tiers": tuple(self.state_tier)} if self.state_tier else {}
         if "/" in (self.speculate or ""):  # a draft model; the name of a drafter has none
             found["speculate"] = folder_of(self.speculate or "", is_agreed=self.fetch)
         return found
@@ -234,6 +261,8 @@ class Serving:
     max_body: Annotated[str, _client("SIZE", "Size of a request, at most.")] = "4MiB"
     max_connections: Annotated[int, _client("N", "Connections at once; more are refused.", min=1, max=2**20)] = 1024
     drain: Annotated[int, _client("N", "Seconds for running requests after SIGTERM.", min=0)] = 60
+    hints: Annotated[float, _client("F", "Share of the pool for pages that clients retain.", min=0, max=1)] = 0.1
+    max_retain: Annotated[float, _client("N", "Seconds for which clients may retain pages.", min=0)] = 3600
     step_timeout: Annotated[float, _client("N", "Seconds of one step until /health fails.", min=0.1)] = 300
     kv_events: Annotated[Text, _client("ADDRESS", "Publish KV events, such as tcp://*:5557.")] = None
     kv_events_replay: Annotated[Text, _client("ADDRESS", "Address that sends missed messages again.")] = None

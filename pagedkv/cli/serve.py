@@ -34,6 +34,7 @@ def run(serving: Serving, loading: Loading) -> int:
 
         is_shared = keys is not None and keys.num_tenants > 1  # the shares of tenants bound what waits, not one queue
         more: dict[str, Any] = {"limits": {"max_waiting": None if is_shared else serving.max_waiting}}
+        more["hints"] = serving.hints
         if serving.kv_events is not None:
             more["events"] = _EVENTS
         engine = load(loading, screen, **more)
@@ -45,6 +46,7 @@ def run(serving: Serving, loading: Loading) -> int:
             **{name: getattr(serving, name) for name in _SAME},
             drain_s=serving.drain,
             step_s=serving.step_timeout,
+            retain_s=serving.max_retain,
             events=serving.kv_events,
             events_replay=serving.kv_events_replay,
             events_topic=serving.kv_events_topic,

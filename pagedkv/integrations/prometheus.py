@@ -166,6 +166,12 @@ class _EngineCollector:
         ended = {(self._pool, reason): count for reason, count in stats.finished.items()}
         text = "Completions that ended, by reason."
         yield _family(CounterMetricFamily, "completions", text, ("pool", "finish_reason"), ended)
+        found = {(self._pool, reason): count for reason, count in stats.receipts.items()}
+        text = "Prompts by the reason why no more of them was found in the cache."
+        yield _family(CounterMetricFamily, "prompts", text, ("pool", "reason"), found)
+        asked = {(self._pool, answer): count for answer, count in stats.retained.items()}
+        text = "Outputs whose pages were to be retained, by the answer of the cache."
+        yield _family(CounterMetricFamily, "retained", text, ("pool", "answer"), asked)
         for name, (field, help_text) in ENGINE_TIMES.items():
             histogram = getattr(times, field)
             shown = HistogramMetricFamily(f"pagedkv_{name}", help_text, labels=["pool"])

@@ -72,6 +72,35 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            **HEAD_DIM,
+            "attention_bias": True,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+        },
+    ),
+    "qwen3_5-odd": (  # sizes that C++ does not serve
+        "Qwen3_5",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+}
+"""Checkpoints with recurrent states, which need a cache with states. Half of a state lives for about 30 tokens."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -98,13 +127,14 @@ class Checkpoint:
 
 
 Checkpoints = Callable[[str], Checkpoint]
-"""A function from a name in CHECKPOINTS to its Checkpoint."""
+"""A function from a name in CHECKPOINTS or HYBRIDS to its Checkpoint."""
 
 
 def build(name: str, seed: int = 0, **sizes: int) -> Any:
-    """Build the transformers model that CHECKPOINTS calls `name`, with random parameters. sizes: others than SMALL's"""
-    architecture, options = CHECKPOINTS[name]
-    config_class = getattr(transformers, "Gemma3TextConfig" if architecture == "Gemma3" else f"{architecture}Config")
+    """Build the transformers model that is called `name`, with random parameters. sizes: others than SMALL's"""
+    architecture, options = (CHECKPOINTS | HYBRIDS)[name]
+    sees = architecture in ("Gemma3", "Qwen3_5")
+    config_class = getattr(transformers, f"{architecture}{'Text' if sees else ''}Config")
     config = config_class(**{**SMALL, **options, **sizes}, attn_implementation="eager", dtype="float32")
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -117,8 +147,12 @@ def build(name: str, seed: int = 0, **sizes: int) -> Any:
 
 
 def _mean(parameter_name: str, architecture: str) -> float:
+    if parameter_name.endswith("A_log"):
+        return -3.0
     if not parameter_name.endswith("norm.weight"):
         return 0.0
+    if architecture == "Qwen3_5":
+        return 1.0 if "linear_attn" in parameter_name else 0.0
     # In Gemma, scaled and tied embeddings would dominate the output of the layers: each token would repeat itself.
     if architecture.startswith("Gemma"):
         return 6.0 if "post_" in parameter_name else 0.0

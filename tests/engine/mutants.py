@@ -47,6 +47,24 @@ FAULTS = (
         "drafts/test_speculation.py -k preempt_no",
     ),
     Fault(
+        "the state behind the certain tokens is saved: that behind the drafts alone",
+        "step/scheduler.py", ", certain=[chunk.num_tokens - len(chunk.drafts) for chunk in chunks])", ")",
+        "step/test_recurrent.py -k fifth",
+    ),
+    Fault(
+        "a step computes from the last state on: from the last page on",
+        "requests/sequence.py", "self.space.ready if", "len(self.space) if", "step/test_recurrent.py -k tier",
+    ),
+    Fault(
+        "prompts of a crowd wait for the state of their common prefix: for its pages alone",
+        "step/scheduler.py", "self._awaited_state(sequence) if", "None if", "step/test_recurrent.py -k crowd",
+    ),
+    Fault(
+        "a part of each head is rotated: its pairs stay where the checkpoint has them",
+        "checkpoint/weights.py", "        pairs, half = self.rotated // 2, self.size // 2\n",
+        "        pairs, half = self.size // 2, self.size // 2\n", "model/test_delta_layers.py -k logits",
+    ),
+    Fault(
         "rows are refused by the model's logits: by those that rules made",
         "sampling/sampler.py", "    errors = dict.fromkeys(_not_finite(largest), _DAMAGED)\n",
         "    errors = {b: _DAMAGED for b in _not_finite(largest) if rows[b].rules is None}\n", "sampling",
@@ -120,5 +138,40 @@ FAULTS = (
         "a stream that is closed gives its frames back: its requests go on",
         "serve/streaming.py", "    owner._orders.put(box)\n", "    owner._orders.put(None)\n",
         "serve/test_streaming.py -k gives_its_frames_back",
+    ),
+    Fault(
+        "a prompt that is scored is computed whole: it takes the pages that are known",
+        "requests/sequence.py", "None if request.is_scored else len(request.prompt_logprobs) - 1", "None",
+        "step/test_scores.py -k takes_no_pages",
+    ),
+    Fault(
+        "a token is scored once: again, after an interrupt",
+        "requests/scores.py", "max(begin, len(request.prompt_logprobs) - 1)", "begin",
+        "step/test_scores.py -k interrupted",
+    ),
+    Fault(
+        "a graph gives the logits that were asked for: those of all its tokens",
+        "model/runner.py", "            if len(logits_of) == len(logits):\n", "            if True:\n",
+        "step/test_scores.py -k graphs",
+    ),
+    Fault(
+        "prompts of other salts share no pages: they do",
+        "step/scheduler.py", "salt=request.salt, most=", "most=",
+        "step/test_scores.py -k salts",
+    ),
+    Fault(
+        "a token and its entry among the likeliest have one log-probability: they differ in the last digits",
+        "sampling/sampler.py", "((token, z - log_sum) for", "((token, round(z - log_sum, 6)) for",
+        "step/test_scores.py -k alternatives",
+    ),
+    Fault(
+        "the largest context chooses the frequencies of longrope: the short ones serve all",
+        "checkpoint/config.py", "is_long=longest > original", "is_long=False",
+        "checkpoint/test_config.py -k longrope",
+    ),
+    Fault(
+        "stored KV names the set of its frequencies: it does not",
+        "step/engine.py", "{window} {sinks} {decoder.config.rope_set}", "{window} {sinks} ",
+        "model/test_longrope.py -k not_found",
     ),
 )  # fmt: skip

@@ -9,7 +9,6 @@ import pytest
 from pagedkv import PagedKVCache
 from pagedkv.core import MemoryManager, StatePool, Stats
 from pagedkv.engine import Engine
-from pagedkv.engine.step import meter
 from pagedkv.engine.step.meter import EngineStats
 from tests.core.oracle import grown
 
@@ -98,7 +97,7 @@ PAGE = "Mira keeps a red lamp in the cellar. Otto lives in Ghent and works as a 
 def engine() -> Engine:
     engine = Engine.load(num_frames=16, speculate="prompt-lookup")
     engine.generate([f"{PAGE} Where is the lamp of Mira?", f"{PAGE} Who is Otto?"])
-    engine.generate([f"{PAGE} {PAGE} Where does Otto live?"])
+    engine.generate([f"{PAGE} {PAGE} Where does Otto live?"], retain_s=600.0)
     engine.cancel(engine.submit(PAGE))
     engine.submit(PAGE)
     return engine
@@ -123,6 +122,8 @@ def test_a_scrape_of_an_engine_shows_what_stats_says(engine: Engine) -> None:
     for name, (field, _) in prometheus.ENGINE_COUNTERS.items():
         assert shown[f"pagedkv_{name}_total"] == getattr(now, field)
     assert shown["pagedkv_completions_total stop"] == now.finished["stop"] == 3
+    assert shown["pagedkv_prompts_total new"] == now.receipts["new"] > 0
+    assert shown["pagedkv_retained_total clipped"] == now.retained["clipped"] == 1  # a tenth of the pool is one frame
     assert shown["pagedkv_completions_total cancelled"] == 1
     assert shown["pagedkv_num_requests_waiting"] == 1
     assert shown["pagedkv_spec_decode_num_accepted_tokens_total"] > 0
@@ -131,5 +132,5 @@ def test_a_scrape_of_an_engine_shows_what_stats_says(engine: Engine) -> None:
 
 def test_every_figure_of_an_engine_is_shown() -> None:
     tables = (*prometheus.ENGINE_GAUGES.values(), *prometheus.ENGINE_COUNTERS.values())
-    assert {field for field, _ in tables} == {field.name for field in fields(EngineStats)} - {"finished", "latency"}
-    assert {field for field, _ in prometheus.ENGINE_TIMES.values()} == {field.name for field in fields(meter.Times)}
+    others = {"finished", "receipts", "retained", "latency"}
+    assert {field for field, _ in tables} == {field.name for field in fields(EngineStats)} - others

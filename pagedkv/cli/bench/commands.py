@@ -117,7 +117,9 @@ class _Keeping:
 
 @dataclass(frozen=True)
 class _Moving:
-    case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames or linear")] = None
+    case: Annotated[Texts, _several("NAME", "ceiling, decode, write_kv, gather_kv, copy_frames, linear or delta")] = (
+        None
+    )
     turns: Annotated[int | None, option("N", "Turns of all operations of a case: 15, or 7 with --quick.", min=1)] = None
 
 
@@ -234,6 +236,15 @@ def _bench_states(asked: _Keeping, shown: Shown) -> None:
 
     choice = {"is_quick": shown.quick, "only": asked.trace or [], "rules": asked.rule or []}
     run("states", partial(runner.measure, **choice), shown)
+
+
+@_command("hints --quick")
+def _bench_hints(shown: Shown) -> None:
+    """Tokens that agents compute again while their tools run: LRU, `retain`, and an optimum that knows the future."""
+    from pagedkv.bench.hints import runner
+    from pagedkv.cli.bench.run import run
+
+    run("hints", partial(runner.measure, is_quick=shown.quick), shown)
 
 
 @_command("bandwidth --case decode --context 4096")

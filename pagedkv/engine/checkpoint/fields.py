@@ -63,6 +63,14 @@ class Fields:
             raise self.bad(name, f"a number from {least:g} to {MOST_NUMBER:g}")
         return value
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Return `count` numbers from LEAST_NUMBER to MOST_NUMBER."""
+        found = self.values.get(name)
+        if not isinstance(found, list) or len(found) != count:
+            raise self.bad(name, f"a list of {count} numbers")
+        each = Fields({f"{name}[{i}]": value for i, value in enumerate(found)}, self.where)
+        return tuple(each.positive(one) for one in each.values or (f"{name}[0]",))
+
     def positive_or(self, name: str, default: float) -> float:
         """Return a number from LEAST_NUMBER to MOST_NUMBER; `default` for 0 or an absent field."""
         return self.positive(name, default) if self.number(name, default) else default

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import uuid
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
@@ -147,11 +148,17 @@ class Tokenizer:
         return {token: byte for token, byte in found.items() if token is not None}
 
     def render_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
+        **variables: Any,
     ) -> str:
         """Render `messages`, each {"role": ..., "content": ...}, with the checkpoint's chat template.
 
         Encode the result with special_tokens=False. variables: further names for the template; JSON values.
+        continues: end behind the content of the last message, which is to be continued; without a generation prompt.
         The template comes from the checkpoint: it runs in a sandbox, which does not limit its time.
         Raises: InvalidRequest if there is no template, or the template refuses the messages; CheckpointError if the
             template is not valid, or its text is too long
@@ -159,10 +166,18 @@ class Tokenizer:
         self._template = self._template or ChatTemplate(self._chat_template())
         texts = {name: self._text_of(name) for name in self.config if name.endswith("_token")}
         special_tokens = {name: text for name, text in texts.items() if text is not None}
-        names = {"messages": list(messages), "tools": None, "documents": None}
-        return self._template.render(
-            {**names, "add_generation_prompt": add_generation_prompt, **special_tokens, **variables}
-        )
+        names = {"messages": list(messages), "tools": None, "documents": None, **special_tokens, **variables}
+        if not continues:
+            return self._template.render({**names, "add_generation_prompt": add_generation_prompt})
+        mark = uuid.uuid4().hex  # a template may strip the content, and the content may also be in earlier messages
+        names["messages"][-1] = {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}
+        text, *behind = self._template.render({**names, "add_generation_prompt": False}).split(mark)
+        if len(behind) != 1:
+            raise InvalidRequest(
+                f"the chat template shows the last message {len(behind)} times, so it cannot be continued; "
+                "let a message of the user be the last one"
+            )
+        return text
 
     def _chat_template(self) -> str:
         """Return the source of the chat template; of several, the one named "default"."""

@@ -4,6 +4,8 @@
       model.layers.3.self_attn.q_proj.weight ┐
       model.layers.3.self_attn.k_proj.weight ├─▶  layers[3].qkv  [(H + 2K) D, hidden]
       model.layers.3.self_attn.v_proj.weight ┘
+      model.layers.4.linear_attn.in_proj_qkv ┬─▶  layers[4].qkv  [channels + values, hidden]
+      model.layers.4.linear_attn.in_proj_z   ┘
 
 Files are mapped, not read: each tensor goes from the page cache straight to its place in the decoder's memory and is
 converted on the way. So the peak is one copy of the weights in the dtype computed in. A tensor that the config does not
@@ -24,7 +26,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,45 +51,96 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 
 PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.", "")
-"""Prefixes of a language model: alone, inside Gemma 3 with vision (transformers 5, then 4), saved without a head."""
+"""Prefixes of a language model: alone, beside a part that sees (transformers 5, then 4), saved without a head."""
 
 HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
 """Names of the output head: alone or by transformers 5, and inside Gemma 3 with vision by transformers 4."""
 
-IGNORED: Final = (r"(^|\.)rotary_emb\w*\.\w*(inv_freq|cos_cached|sin_cached)$", r"(^|\.)position_ids$")
-"""Tables that old versions of transformers saved, and that follow from config.json."""
+IGNORED: Final = (r"(^|\.)rotary_emb\w*\.\w*(inv_freq|cos_cached|sin_cached)$", r"(^|\.)position_ids$", r"^mtp\.")
+"""Tables that old versions of transformers saved, and that follow from config.json; a head of Qwen3.5 that drafts."""
 
-VISION: Final = r"^(model\.)?(vision_tower|multi_modal_projector)\."
-"""The part of Gemma 3 that sees pictures. A prompt of this decoder has none."""
+VISION: Final = r"^(model\.)?(vision_tower|multi_modal_projector|visual)\."
+"""The part of a model that sees pictures. A prompt of this decoder has none."""
 
 META: Final = torch.device("meta")
 FLOATS: Final = ("F16", "BF16", "F32", "F64")
 """The dtypes that are read, by their names in safetensors."""
 
 
-@dataclass(frozen=True)
-class _LayerWeights:
+class DeltaWeights(NamedTuple):
+    """The weights of linear attention beside the large projections. C channels, width W, H value heads of dimension V.
+
+    Shapes: gates [2 H, hidden]: beta, then the step of the decay; conv [C, W]; step_bias float32 [H];
+            rate float32 [H]: the factor of the decay, below 0; norm [V]
+    """
+
+    gates: Tensor
+    conv: Tensor
+    step_bias: Tensor
+    rate: Tensor
+    norm: Tensor
+
+
+class _Heads(NamedTuple):
+    """Rows of a tensor of heads: of each of `heads` heads of `stride` rows, `size` rows from `first` on.
+
+    rotated: see RopeConfig. The checkpoint rotates pairs i and i + rotated / 2, the decoder i and i + size / 2, so the
+    rows of the heads get another order. Scores do not depend on it.
+    """
+
+    heads: int
+    size: int
+    stride: int
+    first: int = 0
+    rotated: int = 0
+
+    def rows(self) -> Tensor:
+        """Return the numbers of the rows: int64 [heads * size]."""
+        pairs, half = self.rotated // 2, self.size // 2
+        turned, rest = torch.arange(self.rotated), torch.arange(self.rotated, self.size)
+        order = torch.cat((turned[:pairs], rest[: half - pairs], turned[pairs:], rest[half - pairs :]))
+        return (torch.arange(self.heads)[:, None] * self.stride + self.first + order).flatten()
+
+
+class _Part(NamedTuple):
+    """A tensor of the checkpoint with `rows` rows, or the rows `picked` of it."""
+
+    name: str
+    rows: int
+    picked: _Heads | None = None
+
+    @property
+    def height(self) -> int:
+        """The rows that are taken."""
+        return self.rows if self.picked is None else self.picked.heads * self.picked.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
     """One decoder layer. Linear weights are [out, in], as `torch.nn.functional.linear` takes them.
 
-    A tensor that the family does not have is None. qkv, out, gate_up and down may be integers with scales.
+    A tensor that the family does not have is None. qkv, out, gate_up and down may be integers with scales. With an
+    output gate, its rows are the last of qkv. In a linear layer, qkv are the channels of the convolution and the
+    output gate, and `delta` is given. Heads are rotated in another order of dimensions, see `_Heads`.
     Shapes: qkv [(H + 2K) D, hidden], out [hidden, H D], gate_up [2 intermediate, hidden], down [hidden, intermediate],
             biases [rows], norms [hidden], q_norm and k_norm [D]
     """
 
     attention_norm: Tensor
     qkv: Tensor | Matrix
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     out: Tensor | Matrix
-    out_bias: Tensor | None
-    attention_out_norm: Tensor | None
+    out_bias: Tensor | None = None
+    attention_out_norm: Tensor | None = None
     mlp_norm: Tensor
     gate_up: Tensor | Matrix
     gate_up_bias: Tensor | None
     down: Tensor | Matrix
     down_bias: Tensor | None
     mlp_out_norm: Tensor | None
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +148,7 @@ class Weights:
     """All weights of a decoder: `embedding` and `head` [V, hidden] (one tensor if tied and dense), `norm` [hidden]."""
 
     embedding: Tensor
-    layers: tuple[_LayerWeights, ...]
+    layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor | Matrix
 
@@ -126,11 +179,12 @@ def load_weights(
 
 def _weights(source: _Source, config: ModelConfig) -> Weights:
     """Read all weights. A source on the meta device checks them and reads none."""
-    embedding = source.matrix([("embed_tokens.weight", config.vocab_size)], config.hidden_size)
+    embedding = source.matrix([_Part("embed_tokens.weight", config.vocab_size)], config.hidden_size)
+    linear = config.linear.layers if config.linear else ()
     return Weights(
         embedding=embedding,
-        layers=tuple(_layer(source, config, i) for i in range(config.num_layers)),
-        norm=_norm(source, config, "norm.weight"),
+        layers=tuple((_linear_layer if i in linear else _layer)(source, config, i) for i in range(config.num_layers)),
+        norm=_norm(source, config, _Part("norm.weight", config.hidden_size)),
         head=_head(source, config, embedding),
     )
 
@@ -144,53 +198,114 @@ def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor | M
     if is_tied and source.kind is None:
         return embedding
     name = "embed_tokens.weight" if is_tied else source.head
-    return source.linear([(name, config.vocab_size)], config.hidden_size, source.kind and "int8")
+    return source.linear([_Part(name, config.vocab_size)], config.hidden_size, source.kind and "int8")
 
 
-def _layer(source: _Source, config: ModelConfig, index: int) -> _LayerWeights:
-    """Read one decoder layer."""
+def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
+    """Read one decoder layer with attention."""
     at, c = f"layers.{index}", config
-    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    qkv = [(f"{at}.self_attn.{name}_proj", rows) for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))]
-    gate_up = [(f"{at}.mlp.{name}_proj", c.intermediate_size) for name in ("gate", "up")]
-    out, down = [(f"{at}.self_attn.o_proj", c.hidden_size)], [(f"{at}.mlp.down_proj", c.hidden_size)]
+    rotated = c.ropes[index - sum(layer < index for layer in c.linear.layers) if c.linear else index].rotated
+    parts = _qkv_parts(config, f"{at}.self_attn", rotated)
+    out = [(f"{at}.self_attn.o_proj", c.hidden_size)]
 
     def norm(name: str, *, present: bool) -> Tensor | None:
         """Read a norm of this layer, or return None if the family does not have it."""
-        size = c.head_dim if "self_attn" in name else c.hidden_size
-        return _norm(source, config, f"{at}.{name}.weight", size) if present else None
+        part = _Part(f"{at}.{name}.weight", c.hidden_size)
+        if "self_attn" in name:
+            picked = _Heads(1, c.head_dim, c.head_dim, rotated=rotated) if rotated else None
+            part = part._replace(rows=c.head_dim, picked=picked)
+        return _norm(source, config, part) if present else None
 
-    def bias(parts: list[tuple[str, int]], *, present: bool) -> Tensor | None:
-        """Read stacked biases [rows], or return None if the family does not have them."""
-        return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if present else None
-
-    def weight(parts: list[tuple[str, int]], columns: int) -> Tensor | Matrix:
-        """Read stacked linear weights [rows, columns]."""
-        return source.linear([(f"{name}.weight", rows) for name, rows in parts], columns, source.kind)
-
-    # In a sandwich, `post_attention_layernorm` follows attention; in the other families it comes before the MLP.
-    before_mlp = "pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"
-    return _LayerWeights(
-        attention_norm=_norm(source, config, f"{at}.input_layernorm.weight"),
-        qkv=weight(qkv, c.hidden_size),
-        qkv_bias=bias(qkv, present=c.qkv_bias),
+    return LayerWeights(
+        attention_norm=_norm(source, config, _Part(f"{at}.input_layernorm.weight", c.hidden_size)),
+        qkv=source.linear([part._replace(name=f"{part.name}.weight") for part in parts], c.hidden_size, source.kind),
+        qkv_bias=source.matrix([part._replace(name=f"{part.name}.bias") for part in parts]) if c.qkv_bias else None,
         q_norm=norm("self_attn.q_norm", present=c.qk_norm),
         k_norm=norm("self_attn.k_norm", present=c.qk_norm),
-        out=weight(out, q_rows),
-        out_bias=bias(out, present=c.output_bias),
+        out=_weight(source, out, c.num_heads * c.head_dim),
+        out_bias=_bias(source, out, present=c.output_bias),
         attention_out_norm=norm("post_attention_layernorm", present=c.sandwich_norms),
-        mlp_norm=_norm(source, config, f"{at}.{before_mlp}.weight"),
-        gate_up=weight(gate_up, c.hidden_size),
-        gate_up_bias=bias(gate_up, present=c.mlp_bias),
-        down=weight(down, c.intermediate_size),
-        down_bias=bias(down, present=c.mlp_bias),
-        mlp_out_norm=norm("post_feedforward_layernorm", present=c.sandwich_norms),
+        **_mlp(source, config, at),
     )
 
 
-def _norm(source: _Source, config: ModelConfig, name: str, size: int | None = None) -> Tensor:
+def _qkv_parts(config: ModelConfig, at: str, rotated: int) -> list[_Part]:
+    """Return the parts of qkv, without the ends of their names.
+
+    In a checkpoint with output gates, each head of q_proj has D rows of q, then D rows of its gate.
+    """
+    c, size = config, config.head_dim
+    num_q, num_k, stride = c.num_heads, c.num_kv_heads, (1 + c.output_gate) * size
+    q, k = _Heads(num_q, size, stride, rotated=rotated), _Heads(num_k, size, size, rotated=rotated)
+    parts = [
+        _Part(f"{at}.q_proj", num_q * stride, q if rotated or c.output_gate else None),
+        _Part(f"{at}.k_proj", num_k * size, k if rotated else None),
+        _Part(f"{at}.v_proj", num_k * size),
+    ]
+    if c.output_gate:
+        parts.append(parts[0]._replace(picked=_Heads(num_q, size, stride, first=size)))
+    return parts
+
+
+def _linear_layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
+    """Read one decoder layer with linear attention. Its small matrices stay dense: they set how fast it forgets."""
+    at, c = f"layers.{index}.linear_attn", config
+    assert c.linear is not None
+    linear, heads = c.linear, c.linear.num_value_heads
+    inputs = [(f"{at}.in_proj_qkv", linear.channels), (f"{at}.in_proj_z", linear.value_rows)]
+    gates = [_Part(f"{at}.in_proj_{name}.weight", heads) for name in "ba"]
+    conv = source.matrix([_Part(f"{at}.conv1d.weight", linear.channels)], (1, linear.conv_width))
+    # float32, as the state is: these numbers are raised to a power of the number of tokens
+    step_bias, rate = (
+        source.matrix([_Part(f"{at}.{name}", heads)], dtype=torch.float32) for name in ("dt_bias", "A_log")
+    )
+    return LayerWeights(
+        attention_norm=_norm(source, config, _Part(f"layers.{index}.input_layernorm.weight", c.hidden_size)),
+        qkv=_weight(source, inputs, c.hidden_size),
+        out=_weight(source, [(f"{at}.out_proj", c.hidden_size)], linear.value_rows),
+        delta=DeltaWeights(
+            gates=source.matrix(gates, c.hidden_size),
+            conv=conv.view(linear.channels, linear.conv_width),
+            step_bias=step_bias,
+            rate=rate.exp_().neg_(),
+            norm=source.matrix([_Part(f"{at}.norm.weight", linear.value_dim)]),
+        ),
+        **_mlp(source, config, f"layers.{index}"),
+    )
+
+
+def _mlp(source: _Source, config: ModelConfig, at: str) -> dict[str, Any]:
+    """Read the MLP of the layer `at`, and its norms."""
+    c = config
+    gate_up = [(f"{at}.mlp.{name}_proj", c.intermediate_size) for name in ("gate", "up")]
+    down = [(f"{at}.mlp.down_proj", c.hidden_size)]
+    # In a sandwich, `post_attention_layernorm` follows attention; in the other families it comes before the MLP.
+    before, behind = "post_attention_layernorm", None
+    if c.sandwich_norms:
+        before, behind = "pre_feedforward_layernorm", _Part(f"{at}.post_feedforward_layernorm.weight", c.hidden_size)
+    return {
+        "mlp_norm": _norm(source, config, _Part(f"{at}.{before}.weight", c.hidden_size)),
+        "gate_up": _weight(source, gate_up, c.hidden_size),
+        "gate_up_bias": _bias(source, gate_up, present=c.mlp_bias),
+        "down": _weight(source, down, c.intermediate_size),
+        "down_bias": _bias(source, down, present=c.mlp_bias),
+        "mlp_out_norm": behind and _norm(source, config, behind),
+    }
+
+
+def _weight(source: _Source, parts: list[tuple[str, int]], columns: int) -> Tensor | Matrix:
+    """Read stacked linear weights [rows, columns]."""
+    return source.linear([_Part(f"{name}.weight", rows) for name, rows in parts], columns, source.kind)
+
+
+def _bias(source: _Source, parts: list[tuple[str, int]], *, present: bool) -> Tensor | None:
+    """Read stacked biases [rows], or return None if the family does not have them."""
+    return source.matrix([_Part(f"{name}.bias", rows) for name, rows in parts]) if present else None
+
+
+def _norm(source: _Source, config: ModelConfig, part: _Part) -> Tensor:
     """Read the weight of a norm. If stored as an offset w, return 1 + w in float32: bfloat16 would lose most of w."""
-    weight = source.matrix([(name, size or config.hidden_size)])
+    weight = source.matrix([part])
     return 1.0 + weight.float() if config.unit_offset_norms else weight
 
 
@@ -246,41 +361,43 @@ class _Source:
         taken, self.region = self.region[:num_bytes], self.region[_whole_lines(num_bytes) :]
         return taken.view(dtype).view(shape)
 
-    def matrix(self, parts: Sequence[tuple[str, int]], columns: int | None = None) -> Tensor:
-        """Read tensors and stack them along their rows: [sum of rows, columns], or [sum of rows] without `columns`."""
-        tail = () if columns is None else (columns,)
-        names = [self._checked(name, (rows, *tail)) for name, rows in parts]
-        heights = [rows for _, rows in parts]
-        stacked = self._empty((sum(heights), *tail), self.dtype)
+    def matrix(
+        self, parts: Sequence[_Part], columns: int | tuple[int, ...] = (), dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Read tensors and stack them along their rows: [sum of rows, *columns]. dtype: None for that computed in."""
+        tail = (columns,) if isinstance(columns, int) else columns
+        names = [self._checked(part.name, (part.rows, *tail)) for part in parts]
+        heights = [part.height for part in parts]
+        stacked = self._empty((sum(heights), *tail), dtype or self.dtype)
         if self.device == META:
             return stacked
-        for name, place in zip(names, stacked.split_with_sizes(heights), strict=True):
-            place.copy_(self._read(name))
+        for name, part, place in zip(names, parts, stacked.split_with_sizes(heights), strict=True):
+            place.copy_(self._read(name, part))
         return stacked
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, kind: str | None) -> Tensor | Matrix:
+    def linear(self, parts: Sequence[_Part], columns: int, kind: str | None) -> Tensor | Matrix:
         """Read the stacked weights of a linear layer [sum of rows, columns], quantised if `kind` is given."""
         if kind is None:
             return self.matrix(parts, columns)
-        names = [self._checked(name, (rows, columns)) for name, rows in parts]
+        names = [self._checked(part.name, (part.rows, columns)) for part in parts]
         if columns % GROUP:
             raise InvalidRequest(
                 f"weights={self.kind!r} needs matrices of a multiple of {GROUP} columns, and {names[0]} has "
                 f"{columns}; load this model without it"
             )
-        made = Matrix(
-            *(self._empty(shape, dtype) for shape, dtype in layout(sum(rows for _, rows in parts), columns, kind))
-        )
+        height = sum(part.height for part in parts)
+        made = Matrix(*(self._empty(shape, dtype) for shape, dtype in layout(height, columns, kind)))
         row = 0
-        for name, (_, height) in zip(names, parts, strict=True):
+        for name, part in zip(names, parts, strict=True):
             if self.device != META:
-                made.store(row, self._read(name).to(self.device))
-            row += height
+                made.store(row, self._read(name, part).to(self.device))
+            row += part.height
         return made
 
-    def _read(self, name: str) -> Tensor:
-        """Read a tensor by its full name."""
-        return self.files[self.file_of[name]].get_tensor(name)  # type: ignore[no-any-return]
+    def _read(self, name: str, part: _Part | None = None) -> Tensor:
+        """Read a tensor by its full name, or the rows of it that `part` picks."""
+        found: Tensor = self.files[self.file_of[name]].get_tensor(name)
+        return found if part is None or part.picked is None else found[part.picked.rows()]
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the full name of a tensor. Raises: CheckpointError if it is absent, or of a wrong shape or dtype"""

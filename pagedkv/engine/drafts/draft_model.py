@@ -50,8 +50,14 @@ class DraftModel:
     def __init__(self, decoder: Decoder, cache: PagedKVCache, *, num_tokens: int = 4) -> None:
         """decoder, cache: the draft model, and a cache made by its config.
 
-        Raises: InvalidRequest if the cache gives back frames behind a window that wrong drafts may have crossed
+        Raises: InvalidRequest if the cache gives back frames behind a window that wrong drafts may have crossed, or the
+            model has recurrent states: each wrong draft would take it back to the last one that was kept
         """
+        if decoder.config.linear is not None:
+            raise InvalidRequest(
+                "the draft model has recurrent states, which wrong drafts would spoil; give one of attention alone, or "
+                "speculate='prompt-lookup'"
+            )
         self.num_tokens: int = whole(num_tokens, "DraftModel.num_tokens", 1)
         for spec in cache.specs:
             if spec.window is not None and spec.keep < num_tokens:
@@ -108,7 +114,8 @@ class DraftModel:
         """Return the shadow of `sequence` with its tokens, and with the KV of the drafts that came true."""
         shadow, length = self._shadows.get(sequence), len(sequence.tokens)
         if shadow is None:
-            tokens, space, generator = list(sequence.tokens), self.cache.open(sequence.tokens), torch.Generator()
+            tokens, generator, request = list(sequence.tokens), torch.Generator(), sequence.completion.request
+            space = self.cache.open(tokens, tenant=request.tenant, salt=request.salt)
             rules = sequence.rules and sequence.rules.fork(tokens)
             shadow = replace(sequence, tokens=tokens, generator=generator, rules=rules, space=space)
             self._shadows[sequence] = shadow

@@ -68,6 +68,8 @@ class Speculation:
     num_passes: draws from computed logits: one for each sequence and step that gave it a token
     num_drafts, num_accepted: drafts computed, and those that came true; none behind the end of an output came true
     num_gained: tokens that sequences got behind such drafts, beyond the one of each pass
+    most_decoding: the most tokens that a sequence which decodes lacks. With recurrent states, drafts that came true
+        before a wrong one are computed again: the state behind them was not saved. See `certain` of PagedKVCache.plan
     """
 
     def __init__(self, drafter: Drafter, config: ModelConfig) -> None:
@@ -83,6 +85,7 @@ class Speculation:
         self.num_accepted: int = 0
         self.num_gained: int = 0
         self._max_tokens, self._vocab_size = config.max_position_embeddings, config.vocab_size
+        self.most_decoding: int = 1 + (drafter.num_tokens if config.linear else 0)
 
     @property
     def acceptance(self) -> float:
@@ -104,7 +107,8 @@ class Speculation:
         most: list[int] = []
         for place, chunk in enumerate(chunks):
             is_search = chunk.sequence.completion.request.search is not None
-            if chunk.remaining == 1 and chunk.sequence.num_output and not is_search:
+            is_decoding = chunk.remaining <= self.most_decoding and chunk.is_last
+            if is_decoding and chunk.sequence.num_output and not is_search:
                 allowed = min(budget, self.drafter.num_tokens, self._useful(chunk.sequence))
                 if allowed > 0:
                     places.append(place)

@@ -14,7 +14,9 @@ M' only in the Gemma families):
 
     logits  = cap(norm(x) Whead^T)              only for the tokens asked for: the last one of a prefill
 
-Each line but the two in the middle is one of the operations of pagedkv.kernels.linear, chosen once for a step.
+Each line but the two in the middle is one of the operations of pagedkv.kernels.linear, chosen once for a step. With an
+output gate, the projection has one more part, and a is multiplied by its sigmoid. In a linear layer, delta_layers.py
+computes a; such a layer has recurrent states in place of keys and values.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ import torch
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.cache.devices import device_of
-from pagedkv.engine.checkpoint.config import ModelConfig
+from pagedkv.engine.checkpoint.config import ModelConfig, RopeConfig
 from pagedkv.engine.checkpoint.weights import Weights, load_weights
+from pagedkv.engine.model.delta_layers import DeltaLayers
 from pagedkv.engine.model.rope_angles import Rotary
 from pagedkv.engine.model.streaming import FarBatches, SinkAttention
 from pagedkv.errors import InvalidRequest
@@ -66,7 +69,12 @@ class _BoundLayer(NamedTuple):
 
 
 class BoundLayers(tuple[_BoundLayer, ...]):
-    """All layers of a pool, bound for many steps: the result of `Decoder.bind`."""
+    """All layers of a pool, bound for many steps: the result of `Decoder.bind`.
+
+    cache: the cache with the recurrent states of a hybrid model; None for other models
+    """
+
+    cache: PagedKVCache | None = None
 
 
 class Decoder:
@@ -121,7 +129,12 @@ class Decoder:
             far, rotary = attention(i, causal=False), self._rotary[c.ropes[i]]
             return _BoundLayer(store, SinkAttention(near, far, far_batches, rotary, window=window, sinks=c.sinks))
 
-        return BoundLayers(bound(i) for i in range(c.num_layers))
+        calls = BoundLayers(bound(i) for i in range(len(c.windows)))
+        if c.linear is not None:
+            if not isinstance(layers, PagedKVCache):
+                raise InvalidRequest("a model with recurrent states needs a PagedKVCache(states=config.state_spec())")
+            calls.cache = layers
+        return calls
 
     @torch.inference_mode()
     def forward(
@@ -133,48 +146,71 @@ class Decoder:
         logits_of: Tensor | None = None,
         backend: str | None = None,
         memory: Workspace | None = None,
+        watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Store the keys and values of `token_ids` and return the logits of the tokens that follow them.
 
         layers:   the pool; for many steps, the result of `bind`
         backend:  a kernel's name, or None for the fastest
         memory:   for T tokens, for the results; None to allocate. The next step that uses it overwrites the logits.
+        watch:    called with the rows of all T tokens before the head, [T, hidden]: `logits` makes those of some
         Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all T;
                   returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots; `memory`
         """
         c, w, eps = self.config, self.weights, self.config.norm_eps
-        batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(c.num_layers)]
-        positions = batches[0].positions
-        if positions is None:
-            raise InvalidRequest("batch.positions is None; the decoder rotates queries and keys to int64 positions [T]")
-        there = memory.angles if memory else {}
-        angles = {rope: rotary.angles(positions, self.dtype, there.get(rope)) for rope, rotary in self._rotary.items()}
-        ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
-        # C++ rotates any number of tokens, so the operations of one token serve.
-        for_one = ops if isinstance(ops, linear.cpu.Native) else linear.choose(self.device, self.dtype, 1, backend)
-        norm_rotate = for_one.norm_rotate
+        batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(len(c.windows))]
+        angles = self._angles(batches[0].positions, memory)
+        ops, norm_rotate = self._operations(len(token_ids), backend)
         x = self._embedded(token_ids, memory and memory.x)
         calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
-        heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        delta = DeltaLayers.of(c, batch, batches[0].cu_seqlens_q, calls.cache)
+        heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads, c.num_heads][: 3 + c.output_gate]
+        turned = sum(heads[:3]) * c.head_dim
         # Each layer stores its results where the first one did.
         qkv, attended, gated = (memory.qkv, memory.attended, memory.gated) if memory else (None, None, None)
+        q = flat = None
+        attending = zip(calls, batches, c.ropes, strict=True)
         with ops.step():
-            for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
-                before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
-                if i == 0 or qkv is not before:
-                    q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
-                norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
-                call.store(k, v, batches[i])
-                before, attended = attended, call.attend(q, batches[i], out=attended)
-                if i == 0 or attended is not before:
-                    rows = attended.flatten(1)
+            for at in w.layers:
+                if at.delta is not None and delta is not None:
+                    rows = delta(ops, x, at)
+                else:
+                    call, of_layer, rope = next(attending)
+                    before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
+                    if q is None or qkv is not before:
+                        q, k, v, *gate = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
+                        to_turn = qkv[:, :turned] if gate else qkv
+                    norm_rotate(to_turn, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[rope], eps)
+                    call.store(k, v, of_layer)
+                    before, attended = attended, call.attend(q, of_layer, out=attended)
+                    if flat is None or attended is not before:
+                        flat = attended.flatten(1)
+                    if gate:
+                        attended *= gate[0].sigmoid()
+                    rows = flat
                 ops.linear_add(x, rows, at.out, at.out_bias, at.attention_out_norm, eps)
                 gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
                 ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
+            if watch is not None:
+                watch(x)
             if logits_of is not None:
                 x = x[logits_of]
-            return self._logits(x, backend, memory.logits[: len(x)] if memory else None)
+            return self.logits(x, backend, memory.logits[: len(x)] if memory else None)
+
+    def _angles(self, positions: Tensor | None, memory: Workspace | None) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
+        """Return cos and sin of the positions of a step, for each rope. Raises: InvalidRequest without positions"""
+        if positions is None:
+            raise InvalidRequest("batch.positions is None; the decoder rotates queries and keys to int64 positions [T]")
+        there = memory.angles if memory else {}
+        return {rope: rotary.angles(positions, self.dtype, there.get(rope)) for rope, rotary in self._rotary.items()}
+
+    def _operations(self, num_tokens: int, backend: str | None) -> tuple[linear.Operations, Callable[..., None]]:
+        """Return the linear operations of a step, and its rotation."""
+        ops = linear.choose(self.device, self.dtype, num_tokens, backend)
+        # C++ rotates any number of tokens, so the operations of one token serve.
+        for_one = ops if isinstance(ops, linear.cpu.Native) else linear.choose(self.device, self.dtype, 1, backend)
+        return ops, for_one.norm_rotate
 
     def _embedded(self, token_ids: Tensor, out: Tensor | None) -> Tensor:
         """Return the scaled embeddings of tokens. Shapes: token_ids int64 [T]; returns [T, hidden]"""
@@ -182,7 +218,8 @@ class Decoder:
         x *= self._embedding_scale
         return x
 
-    def _logits(self, x: Tensor, backend: str | None, out: Tensor | None) -> Tensor:
+    def logits(self, x: Tensor, backend: str | None = None, out: Tensor | None = None) -> Tensor:
+        """Return the logits of rows before the head. Shapes: x [N, hidden]; returns float32 [N, V]"""
         ops = linear.choose(self.device, self.dtype, len(x), backend)
         logits = ops.logits(x, self.weights.norm, self.weights.head, self.config.norm_eps, out)
         cap = self.config.logit_softcap

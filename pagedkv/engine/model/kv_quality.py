@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from pagedkv.cache.states import LEAST_FRAMES
 from pagedkv.engine.model.pool import new_cache
 from pagedkv.kv_gate import CALIBRATED, PIECE, Costs, Gate
 
@@ -61,7 +62,7 @@ def calibration_of(decoder: Decoder, token_ids: Sequence[int]) -> Tensor | None:
     for _ in reader.log_probabilities():
         pass
     batch = reader.cache.plan([reader.space], [0])
-    return torch.stack([Gate.calibration(reader.cache.gather(i, batch)[0]) for i in range(decoder.config.num_layers)])
+    return torch.stack([Gate.calibration(reader.cache.gather(i, batch)[0]) for i in range(len(reader.cache))])
 
 
 def _settled_kind(
@@ -90,7 +91,7 @@ class _Reader:
         self.decoder, self.token_ids = decoder, token_ids
         self.cache = new_cache(
             decoder, block_size=BLOCK_SIZE, kv_dtype=kv_dtype, grouped=False, calibration=calibration,
-            num_frames=len(token_ids) // BLOCK_SIZE + 1,
+            num_frames=len(token_ids) // BLOCK_SIZE + 1, state_memory=LEAST_FRAMES if decoder.config.linear else None,
         )  # fmt: skip
         self.calls, self.space = decoder.bind(self.cache), self.cache.open()
 
@@ -99,8 +100,9 @@ class _Reader:
         for first in range(0, len(self.token_ids) - 1, PIECE):
             piece = self.token_ids[first : min(first + PIECE, len(self.token_ids) - 1)]
             batch = self.cache.plan([self.space], [len(piece)])
-            yield self.decoder.forward(piece, batch, self.calls).log_softmax(-1)
-            self.cache.commit(batch, None)
+            found = self.decoder.forward(piece, batch, self.calls).log_softmax(-1)
+            self.cache.commit(batch, None)  # first: the reader may stop here, and recurrent states allow one plan
+            yield found
 
     def decode_s(self) -> float:
         """Return the seconds that the attention of all layers takes for the token after the text."""

@@ -7,27 +7,28 @@
 
 A graph reads its inputs at the addresses they had when it was captured. So it is captured anew when the pool is resized
 or the page tables have moved. Graphs are for GPUs, where a launch costs more than a small kernel; a CPU calls the same
-function.
+function. A model with recurrent states runs without graphs: its kernels look at the steps from the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.engine.model.workspace import Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
     from pagedkv.cache import PagedKVCache, PlannedBatch
     from pagedkv.cache.fixed import FixedBatch
     from pagedkv.core import AddressSpace
     from pagedkv.engine.model.decoder import BoundLayers, Decoder
+
+Watch = Callable[[Callable[[Sequence[int]], Tensor]], None]
+"""A function that is called in a step with a function from tokens of the step to their logits, float32 [N, V]."""
 
 MOST_SEQUENCES: Final = 256
 """Beyond it a decode step allocates its memory, and runs without a graph."""
@@ -86,6 +87,7 @@ class ModelRunner:
     """The forward passes of a decoder over one cache.
 
     graphs: makes a graph for devices that have them, beside one that lives; None to call the decoder in each step.
+    A model with recurrent states has no graphs.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class ModelRunner:
     ) -> None:
         self.layers: BoundLayers = decoder.bind(cache)
         self.decoder: Decoder = decoder
-        self._cache, self._graphs = cache, graphs
+        self._cache, self._graphs = cache, None if decoder.config.linear else graphs
         self._workspaces: dict[int, Workspace] = {}
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._planned: tuple[PlannedBatch, _Bucket] | None = None
@@ -104,9 +106,13 @@ class ModelRunner:
         for bucket in self._buckets.values():
             bucket.graph = bucket.tables = None
 
-    def plan(self, spaces: Sequence[AddressSpace], counts: Sequence[int]) -> PlannedBatch:
-        """Plan a step of the cache. Raises: as PagedKVCache.plan"""
+    def plan(
+        self, spaces: Sequence[AddressSpace], counts: Sequence[int], certain: Sequence[int] | None = None
+    ) -> PlannedBatch:
+        """Plan a step of the cache. certain: see PagedKVCache.plan, which raises"""
         self._planned = None
+        if certain is not None:
+            return self._cache.plan(spaces, counts, certain=certain)
         if self._graphs is None or len(counts) != sum(counts) or not 0 < len(counts) <= MOST_SEQUENCES:
             return self._cache.plan(spaces, counts)
         bucket = self._bucket(len(counts), 1 + max(map(len, spaces)))
@@ -132,22 +138,36 @@ class ModelRunner:
             self._workspaces[num_tokens] = self._workspaces[whole].first(num_tokens)
         return self._workspaces[num_tokens]
 
-    def __call__(self, token_ids: Sequence[int], batch: PlannedBatch, logits_of: Sequence[int]) -> Tensor:
+    def __call__(
+        self, token_ids: Sequence[int], batch: PlannedBatch, logits_of: Sequence[int], watch: Watch | None = None
+    ) -> Tensor:
         """Compute a step, and return the logits of some of its tokens. The next step may overwrite them.
 
         logits_of: indices into the tokens, rising. Shapes: returns float32 [N, V]
+        watch: called once with a function that returns the logits of given tokens, for some at a time
         """
+        device, backend = self.decoder.device, self._cache.kernel.name
         if self._planned is not None and self._planned[0] is batch:
-            return self._in_bucket(self._planned[1], token_ids, batch)
-        device = self.decoder.device
+            logits = self._in_bucket(self._planned[1], token_ids, batch)
+            if watch is not None:
+                watch(lambda rows: logits[torch.tensor(rows, dtype=torch.int64, device=device)])
+            if len(logits_of) == len(logits):
+                return logits
+            return logits[torch.tensor(logits_of, dtype=torch.int64, device=device)]  # a chunk of one token is no last
+
+        def watched(x: Tensor) -> None:
+            assert watch is not None
+            watch(lambda rows: self.decoder.logits(x[torch.tensor(rows, device=device)], backend))
+
         is_decode = len(logits_of) == len(token_ids) <= MOST_SEQUENCES
         return self.decoder.forward(
             torch.tensor(token_ids, device=device),
             batch,
             self.layers,
             logits_of=None if is_decode else torch.tensor(logits_of, dtype=torch.int64, device=device),
-            backend=self._cache.kernel.name,
+            backend=backend,
             memory=self._workspace(len(token_ids)) if is_decode else None,
+            watch=None if watch is None else watched,
         )
 
     def _in_bucket(self, bucket: _Bucket, token_ids: Sequence[int], batch: PlannedBatch) -> Tensor:

@@ -33,8 +33,8 @@ class Angles(NamedTuple):
 class Workspace(NamedTuple):
     """The memory of a step of T tokens, each of which gives logits.
 
-    Shapes: x [T, hidden]; qkv [T, (H + 2 K) D]; attended [T, H, D]; gated [T, intermediate];
-            logits float32 [T, V]
+    Shapes: x [T, hidden]; qkv [T, (H + 2 K) D], or (2 H + 2 K) D with an output gate; attended [T, H, D];
+            gated [T, intermediate]; logits float32 [T, V]
     """
 
     x: Tensor
@@ -55,7 +55,7 @@ class Workspace(NamedTuple):
         wide = torch.float32
         return cls(
             x=zeros(c.hidden_size),
-            qkv=zeros((c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
+            qkv=zeros(c.qkv_rows),
             attended=zeros(c.num_heads, c.head_dim),
             gated=zeros(c.intermediate_size),
             logits=zeros(c.vocab_size, of=wide),

@@ -15,17 +15,18 @@ class Limits:
     max_batch_tokens: new tokens in a step, summed over all sequences. max_sequences: sequences running at once.
     prefill_chunk:    tokens of one prompt in a step; None for no limit but max_batch_tokens.
     max_waiting:      requests that wait for their first step; `Engine.submit` refuses more. None for no limit.
+    logged_miss:      a prompt of which so many tokens are computed again gets a line in the log, with the reason.
     """
 
     max_batch_tokens: int = STEP_TOKENS
     max_sequences: int = 256
     prefill_chunk: int | None = None
     max_waiting: int | None = None
+    logged_miss: int = 2048
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_sequences", "prefill_chunk", "max_waiting"):
-            value = getattr(self, name)
-            if value is not None or name in ("max_batch_tokens", "max_sequences"):
+        for name, value in vars(self).items():
+            if value is not None or name in ("max_batch_tokens", "max_sequences", "logged_miss"):
                 whole(value, f"Limits.{name}", 1)
 
     @property

@@ -18,6 +18,7 @@ from pagedkv.engine.requests.latency import Latency
 if TYPE_CHECKING:
     from torch import Generator
 
+    from pagedkv.core.observe.receipts import Receipt
     from pagedkv.engine.sampling.grammar import Grammar
     from pagedkv.engine.sampling.params import SamplingParams
     from pagedkv.engine.sampling.sampler import TokenLogprobs
@@ -42,8 +43,12 @@ class Request:
 
     deadline: seconds of time.perf_counter() at which the request ends, finished or not; None for no end.
     priority: requests with a lower number go first.
+    retain_s: seconds after its end for which its pages are retained; 0 for none.
     grammar: the compiled grammar of the parameters; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
+    salt: identity of the prompt besides tenant and tokens: prompts with another one share no pages.
+    prompt_logprobs: None for the first token of the prompt, then the log-probabilities of the others as far as they
+        are computed; empty if the parameters do not ask for them.
     """
 
     prompt_ids: list[int]
@@ -54,13 +59,25 @@ class Request:
     submitted_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
     priority: int = 0
+    retain_s: float = 0.0
     grammar: Grammar | None = field(default=None, repr=False)
     search: _Search | None = field(default=None, repr=False)
+    salt: bytes = b""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)
 
     def fail(self, error: str) -> None:
         """End all completions that run with an error."""
         for completion in self.completions:
             completion.end("error", error)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no log-probability of the prompt is left to compute."""
+        return self.params.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.prompt_ids)
 
     @property
     def finished(self) -> bool:
@@ -80,6 +97,7 @@ class Completion:
                    or the model's last position), "cancelled" or "error"
     error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
+    receipt:       the same, and the reason why no more were found; None before that
     score:         in a beam search, the sum of the tokens' log-probabilities / their number ** length_penalty
     admitted_at, first_token_at, last_token_at, finished_at: seconds of time.perf_counter(); 0.0 before that
     """
@@ -91,6 +109,7 @@ class Completion:
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int = 0
+    receipt: Receipt | None = None
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -139,10 +158,13 @@ class Completion:
 
 
 class StopStrings:
-    """A search for stop strings in text that arrives in pieces. It holds back an end that may begin a stop string."""
+    """A search for stop strings in text that arrives in pieces. It holds back an end that may begin a stop string.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    are_shown: whether the text that may be shown ends behind a stop string, not before it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, are_shown: bool = False) -> None:
+        self._stops, self._are_shown = tuple(stops), are_shown
         self._pending = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
@@ -150,10 +172,10 @@ class StopStrings:
         if not self._stops:
             return piece, False
         text = self._pending + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._pending = ""
-            return text[: min(found)], True
+            return text[: min(found)[self._are_shown]], True
         keep = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -1,7 +1,7 @@
 """A sequence and its chunks: one completion while it is computed. Knows tokens and an address space; no queue.
 
 tokens    prompt │ output ...................... │ drafts
-          computed: in the space │ remaining     │ guesses: computed with the rest, kept as far as they come true
+          computed: space.ready  │ remaining     │ guesses: computed with the rest, kept as far as they come true
                                  └──── chunk ────────────┘
 """
 
@@ -60,8 +60,20 @@ class SequenceState:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens whose KV is not computed yet. The logits of the last one give the next token."""
-        return len(self.tokens) - (len(self.space) if self.space is not None else 0)
+        """The number of tokens still to compute. The logits of the last one give the next token.
+
+        With recurrent states, these are the tokens behind the last state. The KV of some of them may be there.
+        """
+        return len(self.tokens) - (self.space.ready if self.space is not None else 0)
+
+    @property
+    def most_known(self) -> int | None:
+        """The most tokens that may be taken from the prefix cache; None for all that it has.
+
+        The log-probability of a token of the prompt needs the logits of the token before it: that one is computed.
+        """
+        request = self.completion.request
+        return None if request.is_scored else len(request.prompt_logprobs) - 1
 
     @property
     def receivers(self) -> list[Completion]:

@@ -52,8 +52,12 @@ class SamplingParams:
     json_schema, regex, choice: at most one of them. The text follows a JSON schema, matches a regular expression, or is
         one of some strings; with the extra `pagedkv[grammar]`.
     logprobs: None, or the number of alternatives (at most 20) whose log-probabilities are kept for each token.
+    prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is computed whole: none of its
+        pages are taken from the prefix cache. max_tokens may then be 0.
     seed: None for a fresh seed each time.
     stop: strings (or one string) at which the text ends; the text does not contain them.
+    include_stop: let the text contain the stop string or the end token that ends it.
+    skip_special_tokens: leave special tokens out of the text; an end token is one in most checkpoints.
     stop_ids: tokens that end the text, in addition to the checkpoint's end tokens.
     ignore_eos: do not end the text at the checkpoint's end tokens.
     num_beams: 1 for none; otherwise a beam search, which needs temperature 0, and takes no stop strings and nothing
@@ -88,6 +92,9 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop))
@@ -108,16 +115,22 @@ class SamplingParams:
         self._demand("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "between 0 (off) and 1")
         seed_holds = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
         self._demand("seed", seed_holds, "None or an integer from 0 to 2^63 - 1")
-        logprobs_hold = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS)
-        self._demand("logprobs", logprobs_hold, f"None or an integer from 0 to {MOST_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            count_holds = count is None or (_is_int(count) and 0 <= count <= MOST_LOGPROBS)
+            self._demand(name, count_holds, f"None or an integer from 0 to {MOST_LOGPROBS}")
 
     def _check_end(self) -> None:
-        self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
+        least = 1 if self.prompt_logprobs is None else 0
+        self._demand(
+            "max_tokens", _is_int(self.max_tokens) and self.max_tokens >= least, f"an integer of at least {least}"
+        )
         min_holds = _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
         self._demand("min_tokens", min_holds, f"an integer from 0 to max_tokens, {self.max_tokens}")
         self._demand("stop", _are_texts(self.stop), "one or more strings, none empty")
         self._demand("stop_ids", _are_ids(self.stop_ids), "token ids")
-        self._demand("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+            self._demand(name, isinstance(getattr(self, name), bool), "true or false")
 
     def _check_logits(self) -> None:
         # beyond, a product of float32 may be no number
@@ -158,7 +171,7 @@ class SamplingParams:
         self._demand("early_stopping", stopping_holds, 'true, false or "never"')
         if self.num_beams > 1:
             defaults = SamplingParams()
-            for name in ("temperature", "stop", "min_tokens", "logprobs", *EDITS, *GRAMMARS):
+            for name in ("temperature", "stop", "min_tokens", "logprobs", "prompt_logprobs", *EDITS, *GRAMMARS):
                 plain = getattr(defaults, name)
                 words = f"{plain:g}" if isinstance(plain, float) else repr(plain)
                 self._demand(name, getattr(self, name) == plain, f"{words} with num_beams {self.num_beams}")

@@ -57,6 +57,9 @@ _LAST_WEIGHT: Final = 2.0**-40
 _ROWS_AT_ONCE: Final = 16
 """Rows whose log-probabilities are computed at once: memory for as many rows is taken."""
 
+_LEAST_LOGPROB: Final = -9999.0
+"""The log-probability of a given token that the model excludes: JSON has no -inf."""
+
 _ROUNDING: Final = 1e-5
 """More than the rounding of a sum of weights in float32, relative to the sum."""
 
@@ -147,6 +150,22 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> _Sampled:
     return _Sampled(tokens, errors, logprobs)
 
 
+def given(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Return the log-probability of a given token at each row, and of the `count` likeliest ones.
+
+    Shapes: logits float32 [N, V]; N token ids below V. Raises: InvalidRequest if a largest logit is not finite
+    """
+    largest, likeliest = _largest(logits)
+    if _not_finite(largest):
+        raise InvalidRequest(_DAMAGED)
+    log_sums = _log_sums(logits, likeliest, list(range(len(logits))))
+    there = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    return [
+        TokenLogprobs(max(z - log_sums[n], _LEAST_LOGPROB), _top(logits[n], log_sums[n], count))
+        for n, z in enumerate(there)
+    ]
+
+
 def _not_finite(largest: Tensor) -> list[int]:
     """Return the rows whose largest logit is NaN, +inf or -inf."""
     return [b for b, z in enumerate(largest.tolist()) if not math.isfinite(z)]
@@ -220,7 +239,8 @@ def _top(logits: Tensor, log_sum: float, count: int) -> tuple[tuple[int, float],
         return ()
     ids = _of_top_k(logits, min(count, len(logits)))
     ids = ids[logits[ids].argsort(descending=True, stable=True)[:count]]
-    pairs = zip(ids.tolist(), (logits[ids] - log_sum).tolist(), strict=True)
+    # The same difference of Python's floats as for the token itself: lm-eval asks whether they are equal.
+    pairs = ((token, z - log_sum) for token, z in zip(ids.tolist(), logits[ids].tolist(), strict=True))
     return tuple(pair for pair in pairs if pair[1] > -math.inf)
 
 

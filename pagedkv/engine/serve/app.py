@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.exceptions import HTTPException
 
 from pagedkv.engine.sampling.params import SamplingParams
-from pagedkv.engine.serve import answers
+from pagedkv.engine.serve import answers, bodies
 from pagedkv.engine.serve.bodies import BadBody, Body, ChatBody, CompletionBody, _cut, read
 from pagedkv.engine.serve.gate import GONE, RETRY_SECONDS
 from pagedkv.engine.serve.shares import Place
@@ -37,17 +37,26 @@ MOST_LOGPROBS: Final = 2**22
 """Log-probabilities of one answer: each takes about 100 bytes until the answer is sent."""
 
 
+_RECEIPT: Final = "X-Cache-Receipt"
+"""The header that says how much of a prompt the cache knew, and why no more."""
+
+_HEAD_SECONDS: Final = 10.0
+"""Seconds for which the header of a stream waits for the first piece."""
+
+
 @dataclass(frozen=True)
 class Service:
     """A model under a name.
 
-    max_prompt: tokens of a prompt; None for those that fit. step_s: seconds that a step may take on a sound server.
+    max_prompt: tokens of a prompt; None for those that fit. retain_s: seconds for which a client may let its pages be
+    retained, at most. step_s: seconds that a step may take on a sound server.
     """
 
     engine: AsyncEngine
     name: str
     max_prompt: int | None = None
     step_s: float = 300.0
+    retain_s: float = 3600.0
 
 
 class Routes:
@@ -69,6 +78,8 @@ class Routes:
         app = FastAPI(title="pagedkv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         for path, handler in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
@@ -90,6 +101,14 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         return await self._answered(request, ChatBody)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer POST /tokenize: the token ids of a prompt or of messages, however many they are."""
+        return JSONResponse(await asyncio.to_thread(self._tokens, await request.body()))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer POST /detokenize: the text of token ids, special tokens included."""
+        return JSONResponse(await asyncio.to_thread(self._text, await request.body()))
 
     async def models(self) -> Response:
         """Answer GET /v1/models."""
@@ -127,7 +146,9 @@ class Routes:
         most = self._engine.scheduler.limits.max_sequences if place is None else place.most_outputs
         body, prompts, params = await asyncio.to_thread(self._prepared, kind, await request.body(), most)
         options: dict[str, Any] = {"num_samples": body.n or 1, "priority": body.priority or 0}
+        options["retain_s"] = min(body.retain_s, self._service.retain_s)
         options["tenant"] = getattr(request.state, "tenant", b"")  # without a gate all are one tenant
+        options["salt"] = (body.cache_salt or "").encode()
         if place is not None:
             turn = asyncio.ensure_future(place.begin(len(prompts) * (body.n or 1), options["priority"]))
             if not await _ended(turn, request):
@@ -136,12 +157,18 @@ class Routes:
         stream = self._service.engine.stream_all(prompts, params, **options)
         await stream.begin()
         answer = answers.Answer(
-            self._service.name, isinstance(body, ChatBody), body.n or 1, params.logprobs is not None, self._texts
-        )
+            self._service.name, isinstance(body, ChatBody), body.n or 1, params.logprobs is not None, self._texts,
+            explains=bool(body.explain_cache),
+            is_echo=isinstance(body, CompletionBody) and bool(body.echo),
+        )  # fmt: skip
         if body.stream:
             asked = body.stream_options
-            events = self._told(stream, answer, with_usage=bool(asked and asked.include_usage))
-            return _EventStream(stream, events)
+            first = asyncio.ensure_future(stream.wait(_HEAD_SECONDS))  # the header tells what the first piece knows
+            if not await _ended(first, request):
+                stream.close()
+                return Response(status_code=GONE)
+            has_last = bool(asked and asked.include_usage) or answer.explains
+            return _EventStream(stream, self._told(stream, answer, with_usage=has_last))
         return await self._whole(request, stream, answer)
 
     def _prepared(self, kind: type[Body], data: bytes, most: int) -> tuple[Body, list[list[int]], SamplingParams]:
@@ -164,12 +191,28 @@ class Routes:
             )
         params = body.params(_most_tokens(self._engine, longest))
         entries = 0 if params.logprobs is None else num_outputs * params.max_tokens * (params.logprobs + 1)
+        if params.prompt_logprobs is not None:
+            entries += sum(map(len, prompts)) * (body.n or 1) * (params.prompt_logprobs + 1)
         if entries > MOST_LOGPROBS:
             raise InvalidRequest(
                 f"the body asks for up to {entries:,} log-probabilities, the limit is {MOST_LOGPROBS:,}; "
                 "lower max_tokens, or ask for fewer alternatives or outputs"
             )
         return body, prompts, params
+
+    def _tokens(self, data: bytes) -> dict[str, Any]:
+        with self._reading:
+            body = read(bodies._TokenizeBody, data)
+        self._check_model(body.model)
+        ids = body.token_ids(self._engine.tokenizer)
+        longest = self._engine.decoder.config.max_position_embeddings
+        return {"count": len(ids), "max_model_len": longest, "tokens": ids}
+
+    def _text(self, data: bytes) -> dict[str, Any]:
+        with self._reading:
+            body = read(bodies._DetokenizeBody, data)
+        self._check_model(body.model)
+        return {"prompt": self._engine.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
     async def _whole(self, request: Request, stream: Stream, answer: answers.Answer) -> Response:
         """Wait for the end of all completions, or of the client."""
@@ -181,7 +224,7 @@ class Routes:
         if errors := [c.error for one in stream.requests for c in one.completions if c.error]:
             return self._error(500, errors[0], "server_error")
         body = await asyncio.to_thread(lambda: JSONResponse(answer.whole(stream.requests)).body)
-        return Response(body, media_type="application/json")
+        return Response(body, media_type="application/json", headers={_RECEIPT: answers.receipts(stream.requests)[1]})
 
     async def _told(self, stream: Stream, answer: answers.Answer, *, with_usage: bool) -> AsyncIterator[bytes]:
         """Yield the server-sent events of a stream. An error is the last event: the status was sent before."""
@@ -239,6 +282,7 @@ class _EventStream(StreamingResponse):
 
     def __init__(self, stream: Stream, events: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold pieces back
+        headers[_RECEIPT] = answers.receipts(stream.requests)[1]
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._stream = stream
 

@@ -71,14 +71,16 @@ NOTHING: Final[Values] = {
 """Values that ask for nothing, of fields of OpenAI, vLLM, SGLang and llama.cpp: clients send their defaults."""
 
 IGNORED: Final = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "parallel_tool_calls".split()
+    "user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls".split()
 )
 """Fields that change no answer."""
 
+RETENTION: Final = {"24h": 86400.0, "1h": 3600.0, "5m": 300.0}
+"""Seconds of `prompt_cache_retention` and of the `ttl` of `cache_control`."""
+
 SAMPLING: Final = (
     "temperature top_p top_k min_p repetition_penalty frequency_penalty presence_penalty logit_bias seed min_tokens "
-    "ignore_eos"
+    "ignore_eos skip_special_tokens"
 ).split()
 """Fields that are also fields of SamplingParams."""
 
@@ -89,6 +91,9 @@ MOST_SCHEMA: Final = 2**16
 """Bytes of a JSON schema. One of 3,000 fields with patterns, 167,000, held each step up for 0.2 s on a core."""
 
 MOST_BIASES: Final = 1024
+
+MOST_IDS: Final = 2**17
+"""Token ids of a text to make. Their decoder holds the interpreter, 0.1 s for as many."""
 
 MOST_OBJECTS: Final = 2**17
 """Lists and objects of a body. Two million in 4 MiB held the interpreter for 1 s: Python's collector visits each."""
@@ -185,6 +190,15 @@ class Asked(BaseModel, strict=True, allow_inf_nan=False, protected_namespaces=()
         return asked
 
 
+class _CacheControl(Asked):
+    """The time for which the pages of a prompt are retained, as in Anthropic's API."""
+
+    kind: ClassVar[str] = "ephemeral"
+
+    type: Annotated[str, Field(pattern="^ephemeral$")]
+    ttl: Annotated[str, Field(pattern="^(5m|1h)$")] = "5m"
+
+
 class _StreamOptions(Asked):
     """Options of a stream."""
 
@@ -225,6 +239,22 @@ class Body(Asked):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    explain_cache: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_cache_retention: Annotated[str, Field(pattern="^(in_memory|in-memory|24h)$")] | None = None
+    cache_control: _CacheControl | None = None
+
+    @property
+    def retain_s(self) -> float:
+        """Seconds for which the pages are retained after the answer; 0 for none."""
+        return max(RETENTION.get(self.prompt_cache_retention or "", 0.0), *map(_seconds, (None, *self.cache_controls)))
+
+    @property
+    def cache_controls(self) -> list[_CacheControl | None]:
+        """The objects of that name in the body and in its parts."""
+        return [self.cache_control]
 
     @property
     def num_alternatives(self) -> int | None:
@@ -251,6 +281,7 @@ class Body(Asked):
             given["seed"] = self.seed % 2**63  # OpenAI takes negative ones
         ends: dict[str, Any] = {"max_tokens": most if self.most_tokens is None else self.most_tokens}
         ends |= {"stop": () if self.stop is None else self.stop, "stop_ids": self.stop_token_ids or ()}
+        ends["include_stop"] = bool(self.include_stop_str_in_output)
         return SamplingParams(**{"temperature": 1.0, **given, **self.shape(), **ends}, logprobs=self.num_alternatives)
 
 
@@ -267,6 +298,7 @@ class CompletionBody(Body):
         Discriminator(_form),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
 
     @property
     def num_alternatives(self) -> int | None:
@@ -288,6 +320,11 @@ class CompletionBody(Body):
             _check_length(each, tokenizer, most)
         return prompts
 
+    def shape(self) -> dict[str, Any]:
+        """Return the fields of SamplingParams that only one kind of body has."""
+        is_scored = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        return {"prompt_logprobs": self.logprobs or 0} if is_scored else {}
+
 
 class _TextPart(Asked):
     """A part of a message; parts that are no text are refused by its type."""
@@ -296,6 +333,7 @@ class _TextPart(Asked):
 
     type: Annotated[str, Field(pattern="^text$")]
     text: str
+    cache_control: _CacheControl | None = None
 
 
 class _Message(Asked):
@@ -344,7 +382,34 @@ class _ResponseFormat(Asked):
     json_schema: _JsonSchema | None = None
 
 
-class ChatBody(Body):
+_Messages = Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+
+
+class _Rendered(Asked):
+    """The fields of a chat, and of a request for its tokens, that make its text."""
+
+    messages: _Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """Return the messages in the checkpoint's chat template. Raises: InvalidRequest, CheckpointError"""
+        variables, messages = self.chat_template_kwargs or {}, self.messages or []
+        if taken := {"messages", "self", "continues"} & set(variables):
+            raise BadBody(f"chat_template_kwargs has {min(taken)}, a name that is taken", "chat_template_kwargs")
+        continues = bool(self.continue_final_message)
+        if continues and messages[-1].role != "assistant":
+            raise BadBody(
+                f"continue_final_message is true and the last message is of {_shown(messages[-1].role)}; "
+                "end with a message of the assistant",
+                "continue_final_message",
+            )
+        variables = {"add_generation_prompt": self.add_generation_prompt is not False, **variables}
+        return tokenizer.render_chat([message.as_variables() for message in messages], continues=continues, **variables)
+
+
+class ChatBody(_Rendered, Body):
     """The body of POST /v1/chat/completions."""
 
     nothing: ClassVar[Values] = {
@@ -354,12 +419,11 @@ class ChatBody(Body):
         "continue_final_message": (False,),
     }
 
-    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    messages: _Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: _ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def num_alternatives(self) -> int | None:
@@ -371,12 +435,15 @@ class ChatBody(Body):
         """The most tokens of output; None for all that fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def cache_controls(self) -> list[_CacheControl | None]:
+        """The objects of that name in the body, and in the text parts of its messages."""
+        contents = [message.content for message in self.messages if isinstance(message.content, list)]
+        return [self.cache_control, *(part.cache_control for parts in contents for part in parts)]
+
     def prompts(self, tokenizer: Tokenizer, most: int) -> list[list[int]]:
         """Return the token ids of the messages in the checkpoint's chat template."""
-        variables = self.chat_template_kwargs or {}
-        if taken := {"messages", "self"} & set(variables):
-            raise BadBody(f"chat_template_kwargs has {min(taken)}, a name that is taken", "chat_template_kwargs")
-        text = tokenizer.render_chat([message.as_variables() for message in self.messages], **variables)
+        text = self.text(tokenizer)
         _check_length(text, tokenizer, most)
         ids = tokenizer.encode(text, special_tokens=False)
         _check_length(ids, tokenizer, most)
@@ -396,7 +463,36 @@ class ChatBody(Body):
         return {"json_schema": asked.json_schema.schema_}
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+class _TokenizeBody(_Rendered):
+    """The body of POST /tokenize, with a prompt or messages."""
+
+    nothing: ClassVar[Values] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "return_token_strs": (False,),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids; special tokens are added to a prompt unless refused, to messages if asked for."""
+        if (self.prompt is None) == (self.messages is None):
+            raise BadBody("the body has both prompt and messages, or neither; give one of them", "prompt")
+        if self.prompt is not None:
+            return tokenizer.encode(self.prompt, special_tokens=self.add_special_tokens is not False)
+        return tokenizer.encode(self.text(tokenizer), special_tokens=bool(self.add_special_tokens))
+
+
+class _DetokenizeBody(Asked):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MOST_IDS, fail_fast=True)]
+
+
+AnyBody = TypeVar("AnyBody", bound=Asked)
 
 
 def read(kind: type[AnyBody], data: bytes) -> AnyBody:
@@ -410,9 +506,18 @@ def read(kind: type[AnyBody], data: bytes) -> AnyBody:
         raise BadBody(f"the body is not JSON: {error}; send a JSON object") from None
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise BadBody("top_logprobs is given and logprobs is not true; give both", "top_logprobs")
-    if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
+    if (
+        isinstance(body, Body)
+        and body.stream_options is not None
+        and body.stream_options.include_usage
+        and not body.stream
+    ):
         raise BadBody("stream_options is given and stream is not true; give both", "stream_options")
     return body
+
+
+def _seconds(control: _CacheControl | None) -> float:
+    return 0.0 if control is None else RETENTION[control.ttl]
 
 
 def _check_number(data: bytes) -> None:

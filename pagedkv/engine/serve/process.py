@@ -63,6 +63,7 @@ class Listening:
     max_waiting:     the longest queue. max_prompt: the most tokens of a prompt; None: as many as fit.
     max_body:        bytes. max_connections: connections open at once, of which each has at most one request.
     drain_s:         seconds to end in.
+    retain_s:        seconds for which a client may let the pages of an answer be retained, at most.
     step_s:          seconds that a step may take before /health says that it hangs.
     events:          the address where KV events are published, None for none; `events_replay` and `events_topic` are
                      `replay` and `topic` of EventPublisher.
@@ -79,6 +80,7 @@ class Listening:
     max_connections: int = 1024
     drain_s: float = 60
     step_s: float = 300
+    retain_s: float = 3600
     events: str | None = None
     events_replay: str | None = None
     events_topic: str = ""
@@ -117,7 +119,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, sock: socket.socket, engine: AsyncEngine, listening: Listening) -> None:
         self._engine, self._listening = engine, listening
-        self._routes = Routes(Service(engine, listening.name, listening.max_prompt, listening.step_s))
+        own = listening.name, listening.max_prompt, listening.step_s, listening.retain_s
+        self._routes = Routes(Service(engine, *own))
         running = engine.engine.scheduler.limits.max_sequences
         most = running + listening.max_waiting
         rules = Rules(listening.keys, listening.max_body, most, _shares(listening, running))

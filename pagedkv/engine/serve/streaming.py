@@ -306,6 +306,11 @@ class Stream:
             raise
         self._num_left = sum(len(request.completions) for request in self.requests)
 
+    async def wait(self, timeout: float) -> None:
+        """Wait until there is something to read, at most `timeout` seconds. Call it before the first piece is read."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._box.arrived.wait(), timeout)
+
     def __aiter__(self) -> Stream:
         return self
 

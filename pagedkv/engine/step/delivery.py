@@ -50,8 +50,9 @@ class Delivery:
         grammar = request.grammar and request.grammar.start(len(tokens))
         ends = (*params.stop_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)) if params.min_tokens else ()
         rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar)
-        generator, stops = completion.generator(), StopStrings(params.stop)
-        return SequenceState(completion, tokens, generator, self._tokenizer.stream(tokens), stops, rules)
+        generator, stops = completion.generator(), StopStrings(params.stop, are_shown=params.include_stop)
+        stream = self._tokenizer.stream(tokens, skip_special_tokens=params.skip_special_tokens)
+        return SequenceState(completion, tokens, generator, stream, stops, rules)
 
     def take(self, sequence: SequenceState, drawn: Drawn, now: float) -> None:
         """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later.
@@ -73,7 +74,7 @@ class Delivery:
         params = sequence.completion.request.params
         sequence.tokens.append(token)
         ended = token in params.stop_ids or (token in self._tokenizer.eos_ids and not params.ignore_eos)
-        text, stopped = "" if ended else sequence.stream.push(token), False
+        text, stopped = "" if ended and not params.include_stop else sequence.stream.push(token), False
         num_output = sequence.num_output
         if num_output > params.min_tokens:  # a stop string that begins before is none
             text, stopped = sequence.stops.push(text)

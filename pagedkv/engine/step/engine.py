@@ -30,13 +30,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from pagedkv import __version__
 from pagedkv.cache import PagedKVCache
-from pagedkv.core.arguments import real, tenant_name, token_row, whole
+from pagedkv.core import Places
+from pagedkv.core.arguments import real, salt_row, tenant_name, token_row, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import begin_warm_up, warm_up_step
 from pagedkv.engine.checkpoint import BUNDLED
@@ -52,6 +53,7 @@ from pagedkv.engine.model.streaming import endless
 from pagedkv.engine.requests.beams import BeamSearch, search_of
 from pagedkv.engine.requests.limits import Limits
 from pagedkv.engine.requests.request import Completion, OnText, Request
+from pagedkv.engine.requests.scores import Scores
 from pagedkv.engine.requests.sequence import Chunk, SequenceState
 from pagedkv.engine.sampling.grammar import Grammars
 from pagedkv.engine.sampling.params import SamplingParams
@@ -61,13 +63,16 @@ from pagedkv.engine.step.fetches import tiers_for
 from pagedkv.engine.step.meter import EngineStats, Meter
 from pagedkv.engine.step.outcome import outcome_of
 from pagedkv.engine.step.scheduler import Scheduler
-from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
+from pagedkv.errors import ConcurrentUse, InvalidRequest, PagedKVError, QueueFull
 from pagedkv.kv_gate import Gate
 from pagedkv.tiers.tier import CLOSING, Tier
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
     from pagedkv.engine.checkpoint.config import ModelConfig
+
+_MESSAGE: Final = "<|im_start|>"
+"""The token that begins a message of a chat. A model with recurrent states keeps one there."""
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -111,6 +116,7 @@ class Engine(ThreadGuard):
         # Held while `cancel` gives frames back, and for the moment in which a step begins: the step waits for `cancel`.
         self._turn, self._is_stepping = threading.RLock(), False
         self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
+        self._scoring: set[Request] = set()  # those whose prompts may have tokens without a log-probability
         self._is_whole, self._was_interrupted = True, False
         self._begin_guard(strict=False)
 
@@ -127,6 +133,8 @@ class Engine(ThreadGuard):
         kv_text: str | None = None,
         grouped: bool = True,
         speculate: Drafter | Path | str | None = None,
+        state_memory: str | int | None = None,
+        context: int | None = None,
         window: int | None = None,
         sinks: int = 0,
         limits: Limits | None = None,
@@ -144,26 +152,31 @@ class Engine(ThreadGuard):
             behind a window are given back. A model without windows has one group in any case.
         speculate: "prompt-lookup", "draft" (that of the bundled checkpoint), the folder of a draft model, or a drafter:
             decode speculatively.
+        state_memory: memory beside the pool for recurrent states: "2GiB", "5%" of the pool's bytes, or their number.
+            None for three states for each sequence that may run and 64 to keep, but at most 4 GiB.
+        context: the most tokens of prompt and output; None for all positions. It chooses the frequencies of longrope.
         window, sinks: let each token see the last `window` tokens and the first `sinks` ones only, so that a text of
             any length takes constant memory: see model/streaming.py.
         tiers: memory under the pool, the fastest first: "host:16GiB", "disk:200GiB:FOLDER", or objects. Prompts that
             wait are fetched from there while others compute. `close` stores what waits for a disk or a shared store.
-        cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
+        cache_options: options of PagedKVCache, such as num_frames or memory, kernels, state_tiers (as tiers). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
         path, gate = Path(folder) if folder is not None else BUNDLED, Gate.of(kv_dtype, kv_text)
-        decoder = Decoder.load(path, dtype=dtype, device=device, weights=weights)
+        decoder = _within(context, Decoder.load(path, dtype=dtype, device=device, weights=weights))
         tokenizer, digest = Tokenizer.load(path), functools.cache(lambda: weights_digest(path))
         if gate is not None:
-            of_weights = f"{__version__} {weights} {digest()}"
-            settled = _settled_kind(gate, decoder, tokenizer.encode, kv_text, of_weights)
-            kv_dtype, cache_options["calibration"] = settled
+            identity = f"{__version__} {weights} {decoder.config.rope_set}{digest()}"
+            kv_dtype, cache_options["calibration"] = _settled_kind(gate, decoder, tokenizer.encode, kv_text, identity)
         decoder = Decoder(endless(decoder.config, window, sinks), decoder.weights)
-        cache_options.setdefault("watermark", 0.01)
+        own = {"state_memory": state_memory, "at_once": _limits_of(limits).max_sequences}
+        cache_options = {"watermark": 0.01, **cache_options, **own}
+        if decoder.config.linear and (start := tokenizer.raw.token_to_id(_MESSAGE)) is not None:
+            cache_options.setdefault("places", Places((start,)))
         drafter = drafter_of(speculate, device=device, block_size=block_size)
-        identity = f"{decoder.dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
-        with tiers_for(cache_options, tiers, lambda: identity + digest()):
+        of_kv = f"{decoder.dtype} {weights} {window} {sinks} {decoder.config.rope_set}"
+        with tiers_for(cache_options, tiers, lambda: of_kv + digest()):
             cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         if not begin_warm_up():  # else steps run uncompiled until another process has compiled what they call
             warm_up_step()  # last, so that bad input is refused without waiting
@@ -177,13 +190,19 @@ class Engine(ThreadGuard):
         num_samples: int = 1,
         on_text: OnText | None = None,
         tenant: bytes = b"",
+        salt: bytes = b"",
         timeout: float | None = None,
         priority: int = 0,
+        retain_s: float = 0.0,
     ) -> Request:
         """Queue a prompt (text, or token ids) and return its request, whose completions grow as the engine steps.
 
         priority: requests with a lower number go first, and preempt others.
+        salt: prompts with another salt, or another tenant, share no pages. Quotas count by tenant alone.
         timeout: seconds from now after which the request ends, with what it has and finish_reason "error".
+        retain_s: seconds after the end for which the pages of prompt and output are retained, as far as the share
+            `hints` of the cache allows. The next request of an agent finds them then. A step that lacks frames takes
+            them.
         Any thread may call this, also while another one steps.
         Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, an argument of a wrong type, or more
             tokens than the pool or the model can hold; QueueFull if Limits.max_waiting requests wait already
@@ -203,7 +222,10 @@ class Engine(ThreadGuard):
         deadline = _deadline_of(timeout, now)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
         request.grammar = self._grammars.compiled(params)
+        request.retain_s = real(retain_s, "retain_s")
         request.priority = whole(priority, "priority", -(2**31), 2**31)
+        salt_row(salt)
+        request.salt = salt
         if params.num_beams > 1:
             most = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
             request.search = BeamSearch(params, self.tokenizer.eos_ids, most)
@@ -242,6 +264,20 @@ class Engine(ThreadGuard):
                 self.cancel(request)
             raise
         return requests
+
+    def score(self, prompts: Sequence[Prompt], **options: Any) -> list[list[float | None]]:
+        """Return the log-probability of each token of each prompt after those before it; None for the first one.
+
+        A prompt is computed whole, in chunks as any other, and its pages can be found afterwards. The likeliest tokens
+        at each place: `generate` with SamplingParams(max_tokens=0, prompt_logprobs=N), and Request.prompt_logprobs.
+        options: as of `generate`. Raises: as `generate`; PagedKVError if a prompt ended before it was scored
+        """
+        requests = self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), **options)
+        for number, request in enumerate(requests):
+            if not request.is_scored:
+                ended = request.completions[0]
+                raise PagedKVError(f"prompt {number} was not scored: {ended.error or ended.finish_reason}")
+        return [[told and told.logprob for told in request.prompt_logprobs] for request in requests]
 
     def cancel(self, request: Request) -> None:
         """End `request`: its completions that run are "cancelled". A step under way may still give them a last token.
@@ -329,8 +365,11 @@ class Engine(ThreadGuard):
         guesses, searching = self.speculation, bool(self.scheduler.searching)
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
-            rows = Speculation.rows(batch.plan.cu_seqlens_q[1:].tolist(), chunks)
-            logits = self.forward(token_ids, batch, rows)
+            ends = batch.plan.cu_seqlens_q[1:].tolist()
+            scores = Scores.of(chunks, ends, self.decoder.config.vocab_size) if self._scoring else None
+            logits = self.forward(
+                token_ids, batch, Speculation.rows(ends, chunks), None if scores is None else scores.read
+            )
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
             outcome = outcome_of(chunks, families, logits, speculation=guesses, is_searching=searching)
             if outcome.more or searching or any(chunk.sequence.completion.finish_reason for chunk in chunks):
@@ -342,6 +381,9 @@ class Engine(ThreadGuard):
             if not batch.plan.settled:
                 self.cache.abort(batch)
             raise
+        if scores is not None:
+            scores.deliver()
+            self._scoring = {request for request in self._scoring if not request.finished}
         outcome.deliver(self.delivery, self.scheduler)
         self._remove_ended()
 
@@ -365,6 +407,8 @@ class Engine(ThreadGuard):
         for _ in range(len(self._inbox)):  # not while there are any: a thread may submit faster than they are taken in
             request = self._inbox[0]
             if request not in self._requests:
+                if request.params.prompt_logprobs is not None:
+                    self._scoring.add(request)
                 self._requests[request] = None
                 self.meter.queue(request)
                 self.scheduler.add(self.delivery.begin(request.completions[0]))
@@ -384,6 +428,8 @@ class Engine(ThreadGuard):
 
     def _family(self, parent: SequenceState) -> list[SequenceState]:
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
+        if not parent.completion.request.params.max_tokens:
+            return []
         others = [completion for completion in parent.receivers if completion is not parent.completion]
         return [parent, *map(self.delivery.begin, others)]
 
@@ -427,6 +473,11 @@ def _params_of_each(
     return list(zip(prompts, each, strict=True))
 
 
+def _within(context: int | None, decoder: Decoder) -> Decoder:
+    """Return a decoder for sequences of up to `context` tokens. Raises: InvalidRequest"""
+    return decoder if context is None else Decoder(decoder.config.within(context), decoder.weights)
+
+
 def _limits_of(limits: Limits | None) -> Limits:
     """Return the limits of an engine. Raises: InvalidRequest for another object"""
     if limits is not None and not isinstance(limits, Limits):
@@ -452,13 +503,13 @@ def _check_request(
             raise InvalidRequest(
                 f"{name} has token id {strange[0]}, outside the vocabulary of {config.vocab_size} tokens; leave it out"
             )
-    if len(ids) >= config.max_position_embeddings:
+    if len(ids) + bool(params.max_tokens) > config.max_position_embeddings:
         raise InvalidRequest(
             f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings} "
             "(one is left for the output); shorten the prompt"
         )
     # The KV of the last token is never computed.
-    longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1
+    longest = max(len(ids), min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1)
     if (needed := cache.frames_for(longest, limits.chunk)) > frames:
         raise InvalidRequest(
             f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
@@ -494,6 +545,11 @@ def _check_search(request: Request, num_samples: int, config: ModelConfig, cache
             f"end an output; lower num_beams"
         )
     prompt, at_once = len(request.prompt_ids), limits.chunk
+    if cache.states is not None and 2 * beams > (num_states := cache.states_of(request.tenant)):
+        raise InvalidRequest(
+            f"{beams} beams take two recurrent states each, and this tenant may have {num_states}; raise state_memory, "
+            "or lower num_beams"
+        )
     # Beams share the whole pages of the prompt, unless a window gives them back.
     shared = prompt // cache.spec.block_size if cache.specs == (cache.spec,) and cache.spec.window is None else 0
     needed = shared + beams * (cache.frames_for(prompt + request.params.max_tokens - 1, at_once) - shared)
@@ -522,6 +578,13 @@ def _check_geometry(decoder: Decoder, cache: PagedKVCache) -> None:
         facts.append((f"window of layer {layer}", needed, needed if suffices else kept))
         if kept is not None:
             facts.append(("sinks", decoder.config.sinks, cache.specs[cache.layer_groups[layer]].sinks))
+    states = None if cache.state_storage is None else cache.state_storage.spec
+    if states != (needed_states := decoder.config.state_spec(dtype)):
+        raise InvalidRequest(
+            f"the cache {'was made without recurrent states' if states is None else 'has other recurrent states'}, the "
+            f"decoder has {0 if needed_states is None else len(needed_states.layers)} layers with them; build it with "
+            "states=decoder.config.state_spec()"
+        )
     for name, need, have in facts:
         if need != have:
             raise InvalidRequest(

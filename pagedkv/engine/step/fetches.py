@@ -41,16 +41,21 @@ class Fetches:
         ahead = list(itertools.islice(waiting, AHEAD))
         for place, sequence in enumerate(ahead):
             before = sequence.fetch
-            if sequence.space is None and (before is None or self._may_go_on(before, ahead[place + 1 :])):
+            if sequence.space is not None or sequence.most_known is not None:
+                continue
+            if before is None or self._may_go_on(before, ahead[place + 1 :]):
                 self._begin(sequence)
                 if before is not None:
                     before.cancel()
 
     def _begin(self, sequence: SequenceState) -> None:
-        sequence.fetch = self.cache.fetch(sequence.tokens, tenant=sequence.completion.request.tenant, hold=True)
+        request = sequence.completion.request
+        sequence.fetch = self.cache.fetch(sequence.tokens, tenant=request.tenant, salt=request.salt, hold=True)
 
     def _has_twice(self, sequence: SequenceState) -> bool:
-        """Return whether the pool has twice the frames that a sequence needs."""
+        """Return whether the pool has twice the frames that a sequence needs, and pages may be found for it."""
+        if sequence.most_known is not None:
+            return False
         pages = -(-len(sequence.tokens) // self.cache.spec.block_size)
         return 2 * pages * len(self.cache.specs) <= self._available_to(sequence.completion.request.tenant)
 
@@ -110,16 +115,17 @@ def tiers_for(
     """Let the cache that the block makes have tiers; an error of the file system becomes one line.
 
     identity: returns a name for the KV of the model; called if a tier outlives the process.
-    Modifies: cache_options
+    Modifies: cache_options, whose `state_tiers` may be texts, too
     Raises: InvalidRequest
     """
-    cache_options["tiers"] = tiers = tiers_of(given)
-    if any(tier.is_lasting for tier in tiers):
+    of_states = cache_options.get("state_tiers", ())
+    cache_options |= {"tiers": tiers_of(given), "state_tiers": tiers_of(of_states)}
+    if any(tier.is_lasting for tier in (*cache_options["tiers"], *cache_options["state_tiers"])):
         cache_options.setdefault("model", identity())
     try:
         yield
     except OSError as error:
-        texts = [one for one in given if isinstance(one, str) and one.startswith("disk:")]
+        texts = [one for one in (*given, *of_states) if isinstance(one, str) and one.startswith("disk:")]
         if not texts:
             raise
         where = f"{error.filename}: " if error.filename else ""

@@ -57,7 +57,8 @@ class EngineStats:
     computed_tokens: tokens whose KV was computed, of prompts, outputs and drafts
     output_tokens:   tokens of completions
     drafts:          computed drafts. drafts_accepted: drafts that equalled the drawn token
-    finished:        completions by finish_reason
+    finished:        completions by finish_reason. receipts: prompts by the reason of their receipt
+    retained:        ended outputs that asked for `retain_s`, by the answer of `advise`
     latency:         percentiles in seconds, by the names of `Times`
     """
 
@@ -72,6 +73,8 @@ class EngineStats:
     drafts: int
     drafts_accepted: int
     finished: dict[str, int]
+    receipts: dict[str, int]
+    retained: dict[str, int]
     latency: dict[str, Percentiles]
 
 
@@ -134,6 +137,8 @@ class Meter:
             drafts=guess.num_drafts if guess else 0,
             drafts_accepted=guess.num_accepted if guess else 0,
             finished=dict(self.finished),
+            receipts=dict(scheduler.receipts),
+            retained=dict(scheduler.retained),
             latency=self.times.percentiles(),
         )
 

@@ -13,10 +13,12 @@ with an error.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Final
 
+from pagedkv.core.observe.receipts import Receipt
 from pagedkv.core.recovery import assign_together
 from pagedkv.engine.requests import beams
 from pagedkv.engine.requests.sequence import Chunk, SequenceState
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagedkv.cache import PagedKVCache, PlannedBatch
-    from pagedkv.core import AddressSpace
     from pagedkv.engine.drafts.speculation import Speculation
     from pagedkv.engine.requests.beams import Turn
     from pagedkv.engine.requests.limits import Limits
     from pagedkv.engine.requests.request import Request
 
-    Plan = Callable[[list[AddressSpace], list[int]], PlannedBatch]
+    Plan = Callable[..., PlannedBatch]
 
+
+_LOG: Final = logging.getLogger("pagedkv.engine")
 
 WORTH: Final = 24
 """Tokens. Prompts wait until another one has computed their common prefix if they save as many together: one more step
@@ -47,15 +50,20 @@ class Scheduler:
     def __init__(
         self, cache: PagedKVCache, limits: Limits, plan: Plan | None = None, *, speculation: Speculation | None = None
     ) -> None:
-        """Begin without sequences. plan: plans the steps; None for `cache.plan`. speculation: adds drafts to them."""
+        """Begin without sequences. plan: as ModelRunner.plan; None for `cache.plan`. speculation: adds drafts."""
         self.cache: PagedKVCache = cache
         self.fetches: Fetches = Fetches(cache)
         self.limits: Limits = limits
         self.speculation: Speculation | None = speculation
+        self._most_decoding = 1 if speculation is None else speculation.most_decoding
         self._plan: Plan = plan or cache.plan
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.preemptions: int = 0
+        self.receipts: Counter[str] = Counter()
+        """Prompts by the reason of their receipt."""
+        self.retained: Counter[str] = Counter()
+        """Ended outputs that asked for `retain_s`, by the answer of the cache."""
         # Frames available when the head of the queue was refused: it is tried again only when there are more.
         self._available_at_refusal = -1
         self._computing: dict[int, SequenceState] = {}  # running sequences that compute a prompt, by asid
@@ -78,6 +86,8 @@ class Scheduler:
         """
         if self.searching:
             self.searching = {request for request in self.searching if not request.finished}
+        if self.retained:
+            self.cache.advise(None, "release", now=time.monotonic())
         if self.cache.tiers:
             self.fetches.ask(self.waiting)
         chunks = self._choose(admit=True)
@@ -86,19 +96,26 @@ class Scheduler:
         if self.speculation is not None:
             chunks = self.speculation.extend(chunks, self.limits.max_batch_tokens)
         while chunks:
-            spaces = [chunk.sequence.space for chunk in chunks if chunk.sequence.space is not None]
             try:
-                return chunks, self._plan(spaces, [chunk.num_tokens for chunk in chunks])
+                return chunks, self._planned(chunks)
             except OutOfFrames as error:
                 if any(chunk.drafts for chunk in chunks):  # a guess is worth no other sequence's frames
                     chunks = [chunk.without_drafts() for chunk in chunks]
                     continue
-                if self.fetches.take_back():  # nor are pages that no sequence reads yet
+                if error.pool != "states" and self.fetches.take_back():  # nor are pages that no sequence reads yet
                     continue
                 if not self._make_room(error):
                     return [], None
                 chunks = self._choose(admit=False)
         return [], None
+
+    def _planned(self, chunks: list[Chunk]) -> PlannedBatch:
+        """Plan the step of `chunks`. The recurrent state behind the tokens that are no drafts is saved, too."""
+        spaces = [chunk.sequence.space for chunk in chunks if chunk.sequence.space is not None]
+        counts = [chunk.num_tokens for chunk in chunks]
+        if self.cache.states is None or not any(chunk.drafts for chunk in chunks):
+            return self._plan(spaces, counts)
+        return self._plan(spaces, counts, certain=[chunk.num_tokens - len(chunk.drafts) for chunk in chunks])
 
     def _make_room(self, error: OutOfFrames) -> bool:
         """Take the frames of the last running sequence in order. Raises: `error`
@@ -110,7 +127,7 @@ class Scheduler:
         holders = [s for s in self.running if tenant in (None, s.completion.request.tenant)]
         if len(holders) > len(self._gang(holders[-1])):
             self.preempt(holders[-1])
-        elif self.cache.tiers.num_fetches:
+        elif self.cache.tiers.num_fetches and error.pool != "states":
             return False
         elif tenant is None:
             raise error
@@ -145,9 +162,17 @@ class Scheduler:
             sequence.fetch.cancel()
             sequence.fetch = None
         if sequence.space is not None:
+            self._retain(sequence)
             sequence.space.release()  # first: if it raises, nothing was changed
             sequence.space = None
         (self.running if sequence in self.running else self.waiting).remove(sequence)
+
+    def _retain(self, sequence: SequenceState) -> None:
+        """Retain the pages of a sequence that has ended, if its request asks for that."""
+        seconds = sequence.completion.request.retain_s
+        if seconds > 0 and sequence.completion.finish_reason in ("stop", "length"):
+            now = time.monotonic()
+            self.retained[self.cache.advise(sequence.space, "retain", until=now + seconds, now=now)] += 1
 
     def preempt(self, sequence: SequenceState) -> None:
         """Let `sequence` wait, and take its frames. Call it for the last in order. Beams are preempted together."""
@@ -189,7 +214,7 @@ class Scheduler:
         running = [(sequence, sequence.remaining) for sequence in self.running]
         most = beams.most_tokens(running) if self.searching else {}
         if max([remaining for _, remaining in running], default=0) > 1:  # else they are in order
-            running.sort(key=lambda pair: (_priority(pair[0]), pair[1] > 1))
+            running.sort(key=lambda pair: (_priority(pair[0]), pair[1] > self._most_decoding))
         for sequence, remaining in running:
             num_tokens = min(remaining, longest, budget)
             if most:
@@ -251,18 +276,37 @@ class Scheduler:
 
         Returns: the running sequence, the length of their common prefix, and the tokens that the other saves by waiting
         """
-        if not self._computing:
+        if not self._computing or sequence.most_known is not None:
             return None
         if sequence.awaited is not None:  # it waits already
             leader, end = sequence.awaited
             space = leader.space
-            if space is not None and self._computing.get(space.asid) is leader and len(space) < end:
+            if space is not None and self._computing.get(space.asid) is leader and space.ready < end:
                 return leader, end, WORTH
-        found = self.cache.awaited(sequence.tokens, tenant=sequence.completion.request.tenant)
+        request = sequence.completion.request
+        found = self.cache.awaited(sequence.tokens, tenant=request.tenant, salt=request.salt)
         its = self._computing.get(found.asid) if found is not None else None
         if found is None or its is None or _priority(its) > _priority(sequence):
-            return None
+            return self._awaited_state(sequence) if self.cache.states is not None else None
         return its, found.tokens, found.tokens - found.known
+
+    def _awaited_state(self, sequence: SequenceState) -> tuple[SequenceState, int, int] | None:
+        """Return the running sequence that computes the state behind the known pages of a waiting one, as `_awaited`.
+
+        The first prompt of a crowd keeps its states where its own end is. The second one, which finds its pages, keeps
+        one where the two part, and the others wait for that.
+        """
+        request = sequence.completion.request
+        known = self.cache.lookup(sequence.tokens, tenant=request.tenant, salt=request.salt)
+        known -= known % self.cache.spec.block_size  # states are kept at ends of pages
+        for its in self._computing.values():
+            space, other = its.space, its.completion.request
+            if space is None or not space.ready < known or (other.tenant, other.salt) != (request.tenant, request.salt):
+                continue
+            is_same = its.tokens[:known] == sequence.tokens[:known] and _priority(its) <= _priority(sequence)
+            if is_same and known in space.stops(known + 1):
+                return its, known, known - space.ready
+        return None
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Open an address space for `sequence` if its frames and those promised to running sequences fit the pool.
@@ -274,7 +318,9 @@ class Scheduler:
         cache, request = self.cache, sequence.completion.request
         if self.running and cache.available <= self._available_at_refusal:
             return False
-        space = sequence.space = cache.open(sequence.tokens, tenant=request.tenant)
+        space = sequence.space = cache.open(
+            sequence.tokens, tenant=request.tenant, salt=request.salt, most=sequence.most_known
+        )
         while (self.running or sequence is not self.waiting[0]) and any(self._lacks(sequence)):
             victim = self._victim(sequence)
             if victim is None:
@@ -284,10 +330,28 @@ class Scheduler:
                 return False
             self.preempt(victim)
         self._available_at_refusal = -1
-        for completion in sequence.receivers if request.search is None else request.completions:
-            if not completion.admitted_at:
-                completion.cached_tokens, completion.admitted_at = len(space), time.perf_counter()
+        told = sequence.receivers if request.search is None else request.completions
+        new = [completion for completion in told if not completion.admitted_at]
+        receipt = self._receipt(sequence, space.ready) if new and sequence.most_known is None else None
+        for completion in new:
+            completion.cached_tokens, completion.admitted_at = space.ready, time.perf_counter()
+            completion.receipt = receipt
         return True
+
+    def _receipt(self, sequence: SequenceState, found: int) -> Receipt:
+        """Return the receipt of a prompt of which `found` tokens were found."""
+        prompt, fetch, size = sequence.completion.request.prompt_ids, sequence.fetch, self.cache.block_size
+        if found >= (len(prompt) - 1) // size * size > 0:
+            receipt = Receipt("hit", len(prompt), found, found)
+        else:
+            request = sequence.completion.request
+            miss = self.cache.why(prompt, tenant=request.tenant, salt=request.salt, private=True)
+            has_failed = fetch is not None and fetch.tokens < fetch.asked
+            receipt = Receipt.of(miss, len(prompt), tier_failed=has_failed)
+        self.receipts[receipt.reason] += 1
+        if receipt.reason not in ("hit", "short", "new") and receipt.computed_tokens >= self.limits.logged_miss:
+            _LOG.info("computed again: %s", receipt)
+        return receipt
 
     def _victim(self, sequence: SequenceState) -> SequenceState | None:
         """Return the last less urgent sequence that has what `sequence` lacks; None if all together have too little."""
@@ -308,7 +372,7 @@ class Scheduler:
         stay = [s for s in (*self.running, sequence) if s not in gone]
         frames = [(s, self._frames_needed(s)) for s in stay]
         # Between two steps the frames behind a window are gone.
-        frames += [(s, -cache.frames_for(len(s.tokens) - s.remaining, 1)) for s in gone]
+        frames += [(s, -cache.frames_for(_length(s), 1)) for s in gone]
         own = sum(count for s, count in frames if s.completion.request.tenant == tenant)
         if gone:
             quota, held = cache.usages().get(tenant), cache.tiers.num_held(tenant)
@@ -316,16 +380,22 @@ class Scheduler:
             exceeds = most is not None and own > most
         else:
             exceeds = not cache.admits(own, tenant=tenant)
-        places = sum(s.num_receivers for s in stay)
+        places, most_places = sum(s.num_receivers for s in stay), self.limits.max_sequences
+        if cache.states is not None:  # a sequence has two states, and takes a third for drafts and for what it keeps
+            most_places = max(1, min(most_places, len(cache.states.pool.frames) // 3))
         needed = sum(count for _, count in frames)
-        return places > self.limits.max_sequences, needed > cache.available - cache.reserve, exceeds
+        return places > most_places, needed > cache.available - cache.reserve, exceeds
 
     def _frames_needed(self, sequence: SequenceState) -> int:
         """Count the frames that the remaining tokens of `sequence` will map, and one tail for each sample to fork."""
         frames_for, at_once = self.cache.frames_for, self.limits.chunk
-        computed = len(sequence.tokens) - sequence.remaining
-        unmapped = frames_for(len(sequence.tokens), at_once) - frames_for(computed, at_once)
+        unmapped = frames_for(len(sequence.tokens), at_once) - frames_for(_length(sequence), at_once)
         return unmapped + sequence.num_receivers - 1
+
+
+def _length(sequence: SequenceState) -> int:
+    """Return the number of tokens that have KV."""
+    return 0 if sequence.space is None else len(sequence.space)
 
 
 def _priority(sequence: SequenceState) -> int:

@@ -24,6 +24,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from pagedkv import AddressSpace, PagedBatch, gather_kv, write_kv
+from pagedkv.core import Receipt
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import CACHE, Shape, Shapes
 from pagedkv.integrations.transformers.identity import identity_of, is_reproducible
@@ -132,6 +133,7 @@ class PagedCache(StateLayers):
         )
         self.config, self.salt, self.holdings = config, salt, Holdings()
         self._columns = 0
+        self._receipts: list[Receipt | None] = []
         self._mask: torch.Tensor | None = None  # bool [B, columns]: which columns are stored. None: all
         self._lacking: dict[int, int] = {}  # layer: its first column that has no K and V
         self._identity = identity_of(None, salt)  # with the model as it was when the cache began
@@ -477,6 +479,7 @@ class PagedCache(StateLayers):
         fetches = self.pool.fetch(rows, self._identity)
         with self.pool.lock:
             self.pool.sweep()
+            self._receipts = [self._receipt(row) for row in rows]
             spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self._identity)
             self.holdings.spaces = list(spaces)
             if self.pool.has_states:
@@ -486,6 +489,16 @@ class PagedCache(StateLayers):
             self._columns = columns
             self._keep(mask[:, :columns].bool())
         return columns
+
+    def _receipt(self, row: list[int]) -> Receipt:
+        return Receipt.of(self.pool.kv.why(row, salt=self._identity, private=True), len(row))
+
+    def receipt(self, row: int = 0) -> Receipt | None:
+        """Return what the pool knew of the prompt of a row, and why no more. None if no prompt was looked up.
+
+        A row of a padded batch may compute more: its known columns are those that all rows know.
+        """
+        return self._receipts[row] if 0 <= row < len(self._receipts) else None
 
     def _resumed(self, spaces: Sequence[AddressSpace], pads: Sequence[int]) -> int:
         """Return the column after which each row has a state. If there is none, the rows begin without one."""
@@ -509,6 +522,7 @@ class PagedCache(StateLayers):
         with self.pool.lock:
             for row in rows:
                 row.settle()
+            self._receipts = [row.receipt() for row in rows]
             self.holdings.spaces = [row.holdings.spaces[0] for row in rows]
             for row in rows:
                 row.holdings.spaces = []

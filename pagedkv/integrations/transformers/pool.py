@@ -33,6 +33,8 @@ PAUSE: Final = 0.0005
 _BARE_FRAMES: Final = 1 << 16
 """Pages of a model without K and V: those of a million tokens, 64 MiB."""
 
+_HISTORY: Final = 2**16  # tokens of past prompts that a receipt compares with a prompt, 4 MiB
+
 _LEAST_STATES: Final = 16
 """States of a pool whose caller names memory for K and V alone: 8 rows can run, or 6 with states to go on from."""
 
@@ -150,7 +152,7 @@ class Pool:
                 size = self._size_of(specs, states) if states else self._size
                 with torch.inference_mode(False):  # else the frames could be written in inference mode alone
                     self._kv = PagedKVCache(
-                        specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache,
+                        specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache, history=_HISTORY,
                         calibration=self._calibration, states=states, **size, **self._tiers,
                     )  # fmt: skip
                 self._kv.disown()  # the lock of the pool orders the calls of threads

@@ -13,12 +13,13 @@ import pytest
 from pagedkv.bench import clock, plots
 from pagedkv.bench.attention import cells, pool
 from pagedkv.bench.attention import runner as attention
-from pagedkv.bench.bandwidth import ceilings, subjects
+from pagedkv.bench.bandwidth import ceilings, delta, subjects
 from pagedkv.bench.bandwidth import runner as bandwidth
 from pagedkv.bench.fragmentation import cells as fragmentation_cells
 from pagedkv.bench.fragmentation import runner as fragmentation
 from pagedkv.bench.generate import models
 from pagedkv.bench.generate import runner as generate
+from pagedkv.bench.hints import runner as hints
 from pagedkv.bench.manager import scaling
 from pagedkv.bench.record import Row
 from pagedkv.bench.states import runner as states
@@ -32,7 +33,8 @@ SMALL: tuple[tuple[Any, str, Any], ...] = (
     (pool, "POOL_BYTES", 1 << 20), (bandwidth, "POOL_BYTES", 32 << 20), (ceilings, "WINDOW", 8 << 20),
     (clock, "bare_read", lambda: lambda: 10.0), (clock, "SECONDS_EACH", 0.1), (attention, "CALLS", 2),
     (subjects, "LINEAR", {"norm_linear": 64}), (subjects, "WIDE", 64), (subjects, "INTEGER_ROWS", 64),
-    (subjects, "COLD", 1 << 16), (generate, "OVERHEADS", (1, 4)), (generate, "STEPS", 3), (generate, "TOKENS", 2),
+    (subjects, "COLD", 1 << 16), (delta, "LAYERS", 1), (delta, "HEADS", 16),
+    (generate, "OVERHEADS", (1, 4)), (generate, "STEPS", 3), (generate, "TOKENS", 2),
     (fragmentation, "CELLS", [replace(cell, quick=12 if cell.workload == "sharegpt" else 4)
                               for cell in fragmentation_cells.CELLS]),
 )  # fmt: skip
@@ -66,10 +68,15 @@ RUNS: dict[str, tuple[Callable[[Callable[[Row], None], Path], object], set[tuple
         lambda report, _: states.measure(report, is_quick=True, only=["chat"], rules=["vLLM", "every"]),
         {("chat", "vLLM 0.33, blocks of 528"), ("chat", "every 128")},
     ),
+    "hints": (
+        lambda report, _: hints.measure(report, is_quick=True),
+        {("agents", "LRU"), ("agents", "optimum"), ("agents", "pagedkv")},
+    ),
     "bandwidth": (
         lambda report, _: bandwidth.measure(report, bandwidth.Asked(
             is_quick=True, cells=(replace(CELL, batch=1),), threads=(1,), kernels=("cpu",), turns=2)),
-        {(case, "pagedkv") for case in ("decode", "write_kv", "copy_frames", "linear")} | {("ceiling", "memory")},
+        {(case, "pagedkv") for case in ("decode", "write_kv", "copy_frames", "linear", "delta")}
+        | {("ceiling", "memory")},
     ),
     "generate": (
         lambda report, _: generate.measure([(1, 32)], 2, report, models.TINY),

@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pagedkv.engine.checkpoint.config import ModelConfig, RopeConfig
+from pagedkv.engine.checkpoint.config import LinearConfig, ModelConfig, RopeConfig
 from pagedkv.engine.model.rope_angles import Rotary
-from pagedkv.errors import CheckpointError
+from pagedkv.errors import CheckpointError, InvalidRequest
 from tests.engine.conftest import LLAMA3, YARN
 
 if TYPE_CHECKING:
@@ -110,8 +110,20 @@ REFUSED = [
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number"),
     ({"quantization_config": {"bits": 4}}, "quantised"),
     (
-        {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-        "rope_type is 'longrope'; it must be one of default, linear, llama3, yarn",
+        {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+        "rope_type is 'ntk'; it must be one of default, linear, llama3, yarn, longrope",
+    ),
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        "type is 'dynamic', whose frequencies change .* the keys of a page would depend on what comes later",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [2.0]}},
+        r"short_factor is \[1.0\]; it must be a list of 64 numbers",
+    ),
+    (
+        {"head_dim": 4, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, "2"], "long_factor": [2, 2]}},
+        r"short_factor\[1\] is '2'; it must be a number",
     ),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing; it must be a number"),
     ({"rope_scaling": [1.0]}, r"rope_scaling is \[1.0\]; it must be an object"),
@@ -130,6 +142,50 @@ def test_an_unsupported_config_is_refused_in_one_line(changes: dict[str, Any], s
         read(**changes)
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith("config.json")
+
+
+QWEN3_5: dict[str, Any] = {**LLAMA, "model_type": "qwen3_5_text", "num_hidden_layers": 4}
+
+
+def test_a_hybrid_has_pages_for_its_attention_alone() -> None:
+    config = ModelConfig.from_dict(QWEN3_5)
+    assert config.linear == LinearConfig((0, 1, 2), 16, 32, 128, 128, 4)
+    assert config.num_layers == 4
+    assert (config.spec().num_layers, config.layer_groups(), config.windows) == (1, (0,), (None,))
+    assert config.ropes[0].rotated == 64
+    assert config.qkv_rows == (2 * 32 + 2 * 8) * 256
+    nested = {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": {**QWEN3_5, "full_attention_interval": 2},
+    }
+    seeing = ModelConfig.from_dict(nested)
+    assert seeing.tie_embeddings
+    assert seeing.linear == LinearConfig((0, 2), 16, 32, 128, 128, 4)
+    whole = ModelConfig.from_dict({**QWEN3_5, "layer_types": ["full_attention"] * 4})
+    assert whole.linear is None
+    assert whole.state_spec() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types is .* a list with full_attention in it"),
+        ({"layer_types": ["sliding_attention"] * 4}, "a list of 4 times full_attention or linear_attention"),
+        ({"full_attention_interval": 5}, "full_attention_interval is 5; it must be an integer from 1 to 4"),
+        ({"linear_num_value_heads": 24}, r"linear_num_value_heads is 24; it must be a multiple of .* \(16\)"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be at least 2"),
+        ({"attn_output_gate": 1}, "attn_output_gate is 1; it must be true or false"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'; it must be silu"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, which rotates 0 dimensions"),
+        ({"head_dim": 20}, "partial_rotary_factor is 0.25, which rotates 5 dimensions"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_hybrid_that_the_decoder_lacks_is_refused_in_one_line(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence) as refused:
+        ModelConfig.from_dict({**QWEN3_5, **changes})
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +223,14 @@ ROPES = {
 }
 
 
+LONGROPE: dict[str, dict[str, Any]] = {
+    "factor by the lengths": {"original_max_position_embeddings": 64},
+    "factor": {"original_max_position_embeddings": 64, "factor": 3.0},
+    "attention factor": {"original_max_position_embeddings": 64, "attention_factor": 1.2},
+    "nothing longer": {"original_max_position_embeddings": 512},
+}
+
+
 def turns_of(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Return the angle of each pair at position 1, and the factor of cos and sin."""
     cos, sin = Rotary(rope, head_dim, torch.device("cpu")).angles(torch.tensor([1]), torch.float64)
@@ -184,6 +248,51 @@ def test_rotary_frequencies_are_those_of_transformers(tmp_path: Path, name: str,
     found, own_factor = turns_of(ModelConfig.load(tmp_path).ropes[0], head_dim)
     torch.testing.assert_close(found, frequencies.double(), rtol=2e-6, atol=0)
     assert own_factor == pytest.approx(factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LONGROPE)
+@pytest.mark.parametrize("context", [None, 65, 64, 1])
+def test_the_largest_context_chooses_the_frequencies_of_longrope(
+    tmp_path: Path, name: str, context: int | None
+) -> None:
+    given = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, **LONGROPE[name],
+        "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+    }  # fmt: skip
+    theirs = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=512, rope_parameters=dict(given)
+    )
+    length = context or theirs.max_position_embeddings
+    frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=length)
+    theirs.save_pretrained(tmp_path)
+    config = ModelConfig.load(tmp_path).within(context)
+    found, own_factor = turns_of(config.ropes[0], 16)
+    torch.testing.assert_close(found, frequencies.double(), rtol=2e-6, atol=0)
+    assert own_factor == pytest.approx(factor, rel=1e-6)
+    assert config.max_position_embeddings == length
+    assert config.rope_set == "short " * (length <= given["original_max_position_embeddings"])
+
+
+def test_a_context_is_no_longer_than_the_model() -> None:
+    assert read().within(100).max_position_embeddings == 100
+    for context in (0, read().max_position_embeddings + 1):
+        with pytest.raises(InvalidRequest, match=f"context is {context}; give an int from 1 to 131072, the positions"):
+            read().within(context)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_part_of_each_head_is_rotated_as_in_transformers(tmp_path: Path, name: str) -> None:
+    """The other pairs turn by 0, and the attention factor of yarn leaves them alone."""
+    parameters = {**ROPES[name], "partial_rotary_factor": 0.25}
+    theirs = transformers.Qwen3_5TextConfig(head_dim=32, max_position_embeddings=512, rope_parameters=parameters)
+    rotary = transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(theirs)
+    theirs.save_pretrained(tmp_path)
+    rope = ModelConfig.load(tmp_path).ropes[0]
+    cos, sin = Rotary(rope, 32, torch.device("cpu")).angles(torch.tensor([1]), torch.float64)
+    torch.testing.assert_close(torch.atan2(sin, cos)[0, :4], rotary.inv_freq.double(), rtol=2e-6, atol=0)
+    assert float(torch.hypot(sin, cos)[0, 0]) == pytest.approx(rotary.attention_scaling, rel=1e-6)
+    assert cos[0, 4:].tolist() == [1.0] * 12
+    assert sin[0, 4:].tolist() == [0.0] * 12
 
 
 BASE, BASE_2 = {"rope_theta": 1e6}, {"rope_theta": 1e5}

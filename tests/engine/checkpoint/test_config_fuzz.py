@@ -29,9 +29,23 @@ FIELDS = [
     *BASE,
     *"""text_config quantization_config rope_scaling layer_types sliding_window use_sliding_window max_window_layers
 sliding_window_pattern hidden_activation query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-rope_local_base_freq partial_rotary_factor use_bidirectional_attention original_max_position_embeddings""".split(),
+rope_local_base_freq partial_rotary_factor use_bidirectional_attention original_max_position_embeddings
+full_attention_interval attn_output_gate linear_num_key_heads linear_num_value_heads linear_key_head_dim
+linear_value_head_dim linear_conv_kernel_dim""".split(),
 ]
-WORDS = [*FAMILIES, "gemma3", "silu", "gelu_pytorch_tanh", "float16", "float32", "yarn", "llama3", "linear", ""]
+WORDS = [
+    *FAMILIES,
+    "gemma3",
+    "qwen3_5",
+    "silu",
+    "gelu_pytorch_tanh",
+    "float16",
+    "float32",
+    "yarn",
+    "llama3",
+    "linear",
+    "",
+]
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -46,7 +60,7 @@ VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
         st.lists(inner, max_size=5),
-        st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=4, max_size=4),
+        st.lists(st.sampled_from(["full_attention", "sliding_attention", "linear_attention"]), min_size=4, max_size=4),
         st.dictionaries(st.sampled_from(ROPE_FIELDS), inner, max_size=5),
         st.dictionaries(st.text(max_size=8), inner, max_size=3),
     ),
@@ -97,6 +111,10 @@ def few_or_many(examples: int) -> Any:
 @example(edits=({}, {"rope_type": "yarn", "factor": 1e-30, "beta_fast": 1e30}, set()))
 @example(edits=({"model_type": "gemma2", "layer_types": [[]]}, None, set()))
 @example(edits=({"model_type": "gemma3", "text_config": {"layer_types": {}}}, None, set()))
+@example(
+    edits=({"model_type": "qwen3_5_text", "head_dim": 2**31 - 2, "layer_types": ["full_attention"] * 4}, None, set())
+)
+@example(edits=({"model_type": "qwen3_5_text", "linear_key_head_dim": 2**31 - 1}, None, set()))
 def test_a_random_config_gives_a_model_or_a_clear_error(folder: Path, edits: Any) -> None:
     answer(folder, *edits)
 

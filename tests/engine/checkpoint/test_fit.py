@@ -16,16 +16,18 @@ from pagedkv.engine import Engine, Limits, SamplingParams
 from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.fit import GROUP, WEIGHT_BITS, Footprint, footprint_of_config
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
+from pagedkv.engine.checkpoint.weights import DeltaWeights
 from pagedkv.engine.model.decoder import Decoder
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.linear import matrix
 from pagedkv.kernels.linear.matrix import Matrix
-from tests.engine.conftest import CHECKPOINTS
+from tests.engine.conftest import CHECKPOINTS, HYBRIDS
 
 
 def bytes_of(decoder: Decoder) -> dict[int, int]:
     """The bytes of each tensor of a decoder, by its address: a tied head counts once."""
     parts = [getattr(layer, field.name) for layer in decoder.weights.layers for field in fields(layer)]
+    parts = [each for part in parts for each in (part if isinstance(part, DeltaWeights) else (part,))]
     parts += [decoder.weights.embedding, decoder.weights.norm, decoder.weights.head]
     found: dict[int, int] = {}
     for part in parts:
@@ -35,7 +37,7 @@ def bytes_of(decoder: Decoder) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *HYBRIDS])
 def test_weights_are_those_that_a_decoder_loads(checkpoint, name):
     decoder = checkpoint(name).decoder()
     config = decoder.config
@@ -43,6 +45,19 @@ def test_weights_are_those_that_a_decoder_loads(checkpoint, name):
     assert footprint.weight_bytes == sum(bytes_of(decoder).values())
     tied = decoder.weights.embedding is decoder.weights.head
     assert footprint.weight_bytes - footprint.read_bytes == (0 if tied else decoder.weights.embedding.nbytes)
+
+
+def test_states_of_a_hybrid_are_those_of_its_cache_and_take_memory_from_pages(checkpoint):
+    config = checkpoint("qwen3_5").decoder().config
+    for dtype in ("float32", "bfloat16"):
+        found = footprint_of_config(config, config.specs(dtype=dtype))
+        assert found.state_bytes == config.state_spec(dtype).frame_bytes
+    states, memory = 3 * found.state_bytes, found.weight_bytes + 2**22
+    count, of_each = found.sequences(found.num_frames(memory), 100), found.frames(100) * found.frame_bytes + states
+    assert count * of_each <= 2**22 < (count + 2) * of_each  # states take whole frames
+    assert count < replace(found, state_bytes=0).sequences(found.num_frames(memory), 100)
+    assert found.tokens_per_s(10**9, 100) == 10**9 / (found.read_bytes + found.kv_bytes(100) + 2 * found.state_bytes)
+    assert found.longest_context(found.frames(100) + found.state_frames) == 112  # whole frames of 16 tokens
 
 
 @pytest.mark.parametrize("kind", WEIGHT_BITS)

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from pagedkv.engine.checkpoint.tokenizer import SAMPLE, Tokenizer
+from pagedkv.errors import InvalidRequest
 from tests.engine.checkpoint.test_tokenizer import KINDS, TEXTS, byte_fallback, byte_level, metaspace, word_piece
 
 if TYPE_CHECKING:
@@ -143,3 +144,25 @@ def test_a_long_text_is_known_to_be_long_without_being_encoded(kind: str) -> Non
     for text in ("the lamp " * 400_000, "thé 你好 " * 400_000):
         assert tokenizer.min_tokens(text) >= len(text) // longest // 4
     assert Tokenizer(word_piece()).min_tokens("the lamp " * 400_000) > SAMPLE // 10
+
+
+CONTINUED = {
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}": "<user>again</><assistant>again",
+    "{{ messages[-1].content }}": "again",
+}
+
+
+@pytest.mark.parametrize("template", CONTINUED)
+def test_a_chat_ends_behind_the_content_that_is_continued(template: str) -> None:
+    tokenizer = Tokenizer(one_word(pre_tokenizers.Whitespace()), config={"chat_template": template})
+    said = [{"role": "user", "content": "again"}, {"role": "assistant", "content": "again"}]
+    assert tokenizer.render_chat(said, continues=True) == CONTINUED[template]
+    assert said[1]["content"] == "again"
+
+
+@pytest.mark.parametrize(("template", "times"), [("{{ messages[0].content }}", 0), ("{{ messages }}{{ messages }}", 2)])
+def test_a_template_that_does_not_show_the_last_message_once_is_refused(template: str, times: int) -> None:
+    tokenizer = Tokenizer(one_word(pre_tokenizers.Whitespace()), config={"chat_template": template})
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(InvalidRequest, match=f"shows the last message {times} times, so it cannot be continued"):
+        tokenizer.render_chat(said, continues=True)

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from pagedkv.engine.checkpoint import BUNDLED, weights
 from pagedkv.engine.checkpoint.weights import INDEX, SINGLE
 from pagedkv.engine.model.decoder import Decoder
+from pagedkv.engine.model.pool import new_cache
 from pagedkv.engine.sampling.params import SamplingParams
 from pagedkv.engine.step.engine import Engine
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.kernels.linear import Matrix
-from tests.engine.conftest import SMALL, first_logits
+from tests.engine.conftest import SMALL, first_logits, prompt_of
 from tests.records import document
 
 if TYPE_CHECKING:
@@ -207,6 +208,28 @@ def test_the_text_part_of_a_model_with_vision_loads_whole(
     assert torch.equal(loaded.head, (1 + has_head) * loaded.embedding)
     edit(lambda t: t.update({f"{seen}audio_tower.x": torch.ones(1)}))(tmp_path)
     with pytest.raises(CheckpointError, match="audio_tower"):
+        Decoder.load(tmp_path)
+
+
+def test_the_text_part_of_a_hybrid_with_vision_loads_whole(checkpoint: Any, tmp_path: Path) -> None:
+    whole = checkpoint("qwen3_5")
+    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": values}))
+
+    def wrap(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[f"model.language_model.{name.removeprefix('model.')}"] = tensors.pop(name)
+        tensors |= {"model.visual.x": torch.ones(1), "mtp.norm.weight": torch.ones(1)}
+
+    edit(wrap)(tmp_path)
+    prompt = prompt_of(40)
+    cache = new_cache(decoder := Decoder.load(tmp_path), block_size=16, num_frames=8, state_memory=8)
+    batch = cache.plan([cache.open(prompt)], [40])
+    found = decoder.forward(torch.tensor(prompt), batch, cache)
+    torch.testing.assert_close(found, whole.logits(prompt), rtol=0, atol=1e-4)
+    edit(lambda t: t.pop("model.language_model.layers.0.linear_attn.A_log"))(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no tensor .*layers.0.linear_attn.A_log \[4\]"):
         Decoder.load(tmp_path)
 
 

@@ -48,6 +48,16 @@ PLACES: dict[tuple[type[Asked], str], Place] = {
     (ChatBody, "body"): (ChatBody, lambda fields: {**chat("b"), "n": 2, **fields}, ""),
     (bodies._Message, "message"): (ChatBody, lambda fields: chat("b", **fields), "messages.1."),
     (bodies._TextPart, "part"): (ChatBody, lambda fields: parts(**fields), "messages.1.content.1."),
+    (bodies._CacheControl, "body"): (
+        CompletionBody,
+        lambda fields: {"prompt": "a", "cache_control": {"type": "ephemeral", **fields}},
+        "cache_control.",
+    ),
+    (bodies._CacheControl, "part"): (
+        ChatBody,
+        lambda fields: parts(cache_control={"type": "ephemeral", **fields}),
+        "messages.1.content.1.cache_control.",
+    ),
     (bodies._StreamOptions, "completion"): (CompletionBody, partial(stream, {"prompt": "a"}), "stream_options."),
     (bodies._StreamOptions, "chat"): (ChatBody, partial(stream, chat("b")), "stream_options."),
     (bodies._ResponseFormat, "form"): (ChatBody, lambda fields: form({}, **fields), "response_format."),
@@ -89,6 +99,37 @@ def test_a_field_that_is_not_done_is_refused_unless_it_asks_for_nothing(kind: ty
             with pytest.raises(BadBody) as refused:
                 read_in(PLACES[kind, name], {field: value})
             assert refused.value.param == PLACES[kind, name][2] + field
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        ({"prompt": "a"}, 0.0),
+        ({"prompt": "a", "prompt_cache_key": "mine"}, 0.0),
+        ({"prompt": "a", "prompt_cache_retention": "in_memory"}, 0.0),
+        ({"prompt": "a", "prompt_cache_retention": "24h"}, 86400.0),
+        ({"prompt": "a", "cache_control": {"type": "ephemeral"}}, 300.0),
+        ({"prompt": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}, "prompt_cache_retention": None}, 3600.0),
+        (parts(cache_control={"type": "ephemeral", "ttl": "5m"}), 300.0),
+        ({**parts(cache_control={"type": "ephemeral"}), "cache_control": {"type": "ephemeral", "ttl": "1h"}}, 3600.0),
+    ],
+)
+def test_the_longest_time_that_is_asked_for_counts(body: dict[str, Any], seconds: float) -> None:
+    assert read(CompletionBody if "prompt" in body else ChatBody, json.dumps(body).encode()).retain_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_cache_retention": "1y"}, "prompt_cache_retention"),
+        ({"cache_control": {"type": "for ever"}}, "cache_control"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+    ],
+)
+def test_another_time_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadBody) as refused:
+        read(CompletionBody, json.dumps({"prompt": "a", **fields}).encode())
+    assert refused.value.param == param
 
 
 def test_false_is_no_zero_and_true_no_one() -> None:

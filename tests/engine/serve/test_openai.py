@@ -116,6 +116,116 @@ def test_log_probabilities_are_those_of_the_engine_whole_and_streamed(client: An
     assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.top_logprobs) == len(choice.logprobs.tokens)
 
 
+def test_an_echo_has_the_scores_of_the_engine(client: Any, engine: Engine) -> None:
+    ids = engine.tokenizer.encode(ASKED)
+    (scores,) = engine.score([ids])
+    for prompt in (ASKED, [ASKED], ids, [ids]):
+        asked = {"model": "bundled", "prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0}
+        answer = client.completions.create(**asked)
+        (choice,) = answer.choices
+        assert choice.text == engine.tokenizer.decode(ids)
+        assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 0)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        told = choice.logprobs
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+        assert told.token_logprobs[1:] == pytest.approx(scores[1:], abs=1e-3)
+        assert all(len(top) == 2 for top in told.top_logprobs[1:])
+        assert [choice.text[at:][: len(text)] for at, text in zip(told.text_offset[1:], told.tokens[1:], strict=True)][
+            1:
+        ] == told.tokens[2:]
+    whole = client.completions.create(**{**asked, "max_tokens": 1, "prompt": [ids, ids[:9]], "n": 2, "temperature": 0})
+    assert [len(choice.logprobs.tokens) for choice in whole.choices] == [len(ids) + 1] * 2 + [10] * 2
+    texts = ["", ""]
+    asked |= {"max_tokens": 9, "prompt": [ids, ids], "temperature": 0, "stream": True}
+    numbers: list[list[float | None]] = [[], []]
+    for chunk in client.completions.create(**asked):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        numbers[choice.index] += choice.logprobs.token_logprobs
+    assert texts == [engine.tokenizer.decode(ids) + ANSWER] * 2
+    assert numbers[0][1 : len(ids)] == pytest.approx(scores[1:], abs=1e-3)
+    assert numbers[0].count(None) == 1
+
+
+def test_an_echo_without_log_probabilities_is_the_text_alone(client: Any, engine: Engine) -> None:
+    asked: dict[str, Any] = {"model": "bundled", "prompt": ASKED, "echo": True, "temperature": 0}
+    text = engine.tokenizer.decode(engine.tokenizer.encode(ASKED))
+    for most, answer in ((0, ""), (20, ANSWER)):
+        (choice,) = client.completions.create(**asked, max_tokens=most).choices
+        assert (choice.text, choice.logprobs) == (text + answer, None)
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0; it must be an integer of at least 1"):
+        client.completions.create(model="bundled", prompt=ASKED, max_tokens=0)
+    with pytest.raises(openai.BadRequestError, match="'echo' is not supported"):
+        client.chat.completions.create(model="bundled", messages=messages(ASKED), extra_body={"echo": True})
+
+
+def test_a_salt_shares_pages_with_its_equals_only(client: Any) -> None:
+    found: list[int] = []
+    for salt in ("one", "two", "one", "two"):
+        asked = {"model": "bundled", "prompt": f"{FACTS * 3}Salted. {ASKED}", "max_tokens": 1}
+        usage = client.completions.create(**asked, extra_body={"cache_salt": salt}).usage
+        found.append(usage.prompt_tokens_details.cached_tokens)
+    assert found[:2] == [0, 0]
+    assert found[2] == found[3] > 16
+
+
+def test_the_end_of_a_text_is_shown_if_asked_for(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "bundled", "prompt": ASKED, "temperature": 0, "stop": ["in Gh", "Ghent"]}
+    shown: dict[str, Any] = {"include_stop_str_in_output": True}
+    for body, text in (({}, "Otto lives "), (shown, "Otto lives in Gh")):
+        assert client.completions.create(**asked, extra_body=body).choices[0].text == text
+    del asked["stop"]
+    special: dict[str, Any] = {"skip_special_tokens": False}
+    for body, end in (({}, ""), (shown, ""), (special, ""), ({**shown, **special}, "</s>")):
+        text = client.completions.create(**asked, extra_body=body).choices[0].text
+        assert text.removeprefix(ANSWER).strip() == end
+
+
+def test_the_last_message_is_continued(client: Any) -> None:
+    begun = [*messages(ASKED), {"role": "assistant", "content": "Otto lives"}]
+    asked: dict[str, Any] = {"model": "bundled", "messages": begun, "temperature": 0}
+    answer = client.chat.completions.create(**asked, extra_body={"continue_final_message": True})
+    assert answer.choices[0].message.content == " in Ghent."
+    with pytest.raises(openai.BadRequestError, match="the last message is of 'user'; end with a message of the assis"):
+        client.chat.completions.create(
+            model="bundled", messages=messages(ASKED), extra_body={"continue_final_message": True}
+        )
+
+
+def test_texts_become_tokens_and_tokens_texts(server: Server, engine: Engine) -> None:
+    tokenizer, longest = engine.tokenizer, engine.decoder.config.max_position_embeddings
+    begun = [*messages(ASKED), {"role": "assistant", "content": "Otto lives"}]
+    rendered = tokenizer.render_chat(messages(ASKED))
+    for body, ids in (
+        ({"prompt": ASKED}, tokenizer.encode(ASKED)),
+        ({"prompt": ASKED, "add_special_tokens": False}, tokenizer.encode(ASKED, special_tokens=False)),
+        ({"messages": messages(ASKED)}, tokenizer.encode(rendered, special_tokens=False)),
+        (
+            {"messages": begun, "continue_final_message": True, "add_generation_prompt": False},
+            tokenizer.encode(tokenizer.render_chat(begun, continues=True), special_tokens=False),
+        ),
+        ({"prompt": FACTS * 2000}, tokenizer.encode(FACTS * 2000)),
+    ):
+        answer = server.ask("/tokenize", body)
+        assert (answer.status, answer.json) == (200, {"count": len(ids), "max_model_len": longest, "tokens": ids})
+    ids = tokenizer.encode(ASKED)
+    assert server.ask("/detokenize", {"tokens": ids}).json == {
+        "prompt": tokenizer.decode(ids, skip_special_tokens=False)
+    }
+    for path, body, field in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": messages("a")}, "prompt"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [5, -1]}, "tokens.1"),
+        ("/detokenize", {"tokens": [5] * (2**17 + 1)}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ):
+        refused = server.ask(path, body)
+        assert (refused.status, refused.error["param"]) == (400, field), refused.error
+    assert server.ask("/tokenize", {"prompt": "a", "model": "gpt-4"}).status == 404
+
+
 def test_the_models_are_listed(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["bundled"]
     assert client.models.retrieve("bundled").owned_by == "pagedkv"

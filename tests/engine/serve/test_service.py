@@ -137,3 +137,61 @@ def test_a_panic_of_a_library_stops_the_engine_with_its_words(engine: Engine, mo
                 await anext(served.stream(ASKED))
 
     during(engine, story)
+
+
+def test_a_client_retains_pages_for_at_most_the_time_of_the_server(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    submit = engine.submit
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(options["retain_s"])
+        return submit(*args, **options)
+
+    async def story(routes: Routes, _: AsyncEngine) -> None:
+        for fields in ({}, {"cache_control": {"type": "ephemeral"}}, {"prompt_cache_retention": "24h"}):
+            sent: Any = Sent({"max_tokens": 1, **fields})
+            assert (await routes.completions(sent)).status_code == 200
+
+    monkeypatch.setattr(engine, "submit", noted)
+    during(engine, story)
+    assert asked == [0.0, 300.0, 3600.0]
+    assert engine.cache.stats().pinned == 1  # the prompt has one whole page
+    engine.cache.own()  # the thread that stepped has ended
+    engine.cache.advise(None, "release", now=float("inf"))
+
+
+def test_an_answer_says_what_the_cache_knew(engine: Engine) -> None:
+    async def story(routes: Routes, _: AsyncEngine) -> None:
+        for body in ({}, {"stream": True}):
+            prompt = f"{FACTS} Who lives in the cellar?"
+            sent: Any = Sent({"prompt": prompt, "max_tokens": 1, "explain_cache": True, **body})
+            answer = await routes.completions(sent)
+            line = answer.headers["X-Cache-Receipt"]
+            if body:
+                data = [part async for part in answer.body_iterator]  # type: ignore[attr-defined]
+                told = json.loads(data[-2].removeprefix(b"data: "))
+            else:
+                told = json.loads(answer.body)
+            shown = told["cache_receipt"]
+            known = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (shown["cached_tokens"], shown["prompt_tokens"]) == (known, told["usage"]["prompt_tokens"])
+            assert line.startswith(f"{known} of {shown['prompt_tokens']} tokens found; {shown['reason']}")
+            assert shown["reason"] in (("hit",) if body else ("new", "differs"))
+            assert shown["position"] == known, "clients without keys are one tenant"
+            assert "was" not in shown
+        for number in range(2):  # a salt makes a tenant of its own
+            own: Any = Sent(
+                {"prompt": FACTS * 4 + " Hi" * number, "max_tokens": 1, "explain_cache": True, "cache_salt": "s"}
+            )
+            told = json.loads((await routes.completions(own)).body)["cache_receipt"]
+        assert told["reason"] in ("hit", "differs")
+        many: Any = Sent({"prompt": [FACTS] * 9, "max_tokens": 1})
+        assert (await routes.completions(many)).headers["X-Cache-Receipt"].endswith(" | and 5 more")
+        plain_body: Any = Sent({"max_tokens": 1})
+        plain = await routes.completions(plain_body)
+        assert "cache_receipt" not in json.loads(plain.body)
+        assert "X-Cache-Receipt" in plain.headers
+
+    during(engine, story)

@@ -1,7 +1,7 @@
 """A soak: all ways of decoding at once, on a pool that holds a few, with tenants, priorities, cancels and deadlines.
 
 Some requests follow a grammar. Drafts are those of prompt lookup or of a draft model; one model has windows, behind
-which frames are given back.
+which frames are given back, and one has recurrent states, of which there are few.
 
 Each request that ends by itself has the output that it has alone, and no frame is in use at the end.
 """
@@ -62,9 +62,12 @@ def run(engine: Engine, count: int, dice: random.Random) -> list[Asked]:
         if len(asked) < count and len(engine.scheduler.waiting) < 12:
             for _ in range(min(dice.randint(1, 6), count - len(asked))):
                 way, length = dice.choice(list(WAYS)), dice.choice(LENGTHS)
+                tenant = dice.choice((b"", b"", b"wide", b"narrow"))
+                if way == "beams" and engine.cache.states and engine.cache.states_of(tenant) < 6:
+                    way = next(iter(WAYS))  # three beams of it would be refused
                 params, num_samples = WAYS[way]
                 options: dict[str, Any] = {"priority": dice.choice((0, 0, 0, -1, 2)), "num_samples": num_samples}
-                options["tenant"] = dice.choice((b"", b"", b"wide", b"narrow"))
+                options["tenant"] = tenant
                 options["timeout"] = 1e-9 if dice.random() < 0.02 else None
                 cancel_at = step + dice.randint(0, 30) if dice.random() < 0.15 else None
                 request = engine.submit(prompt_of(length), params, **options)
@@ -86,9 +89,10 @@ def drafter_of(kind: str, checkpoint: Checkpoint) -> Drafter:
 
 def build(checkpoint: Checkpoint, *, num_frames: int = 400, prefix_cache: bool = True, **options: Any) -> Engine:
     decoder = checkpoint.decoder()
+    states = (None, options.pop("states", 64))[decoder.config.linear is not None]
     cache = new_cache(
         decoder, block_size=16, kv_dtype=None, grouped=True, num_frames=num_frames, prefix_cache=prefix_cache,
-        watermark=0.05,
+        watermark=0.05, state_memory=states,
     )  # fmt: skip
     return Engine(decoder, byte_tokenizer(), cache, **options)
 
@@ -100,8 +104,10 @@ def build(checkpoint: Checkpoint, *, num_frames: int = 400, prefix_cache: bool =
         ("llama", "prompt lookup", True),
         pytest.param("llama", "draft model", False, marks=pytest.mark.slow),
         pytest.param("mistral", "prompt lookup", True, marks=pytest.mark.slow),
+        ("qwen3_5", "prompt lookup", True),
+        pytest.param("qwen3_5", "prompt lookup", False, marks=pytest.mark.slow),
     ],
-    ids=["lookup", "draft model", "windows"],
+    ids=["lookup", "draft model", "windows", "states", "states alone"],
 )
 def test_mixed_requests_end_as_alone_and_leave_nothing(
     name: str, kind: str, prefix_cache: bool, count: int, checkpoint: Checkpoints
@@ -109,6 +115,8 @@ def test_mixed_requests_end_as_alone_and_leave_nothing(
     drafter = drafter_of(kind, checkpoint(name))
     limits = Limits(max_batch_tokens=64, max_sequences=10, prefill_chunk=24)
     options: dict[str, Any] = {"num_frames": 24, "prefix_cache": prefix_cache, "limits": limits}
+    if name == "qwen3_5":
+        options["states"] = 11
     engine = build(checkpoint(name), drafter=drafter, **options)
     engine.cache.set_quota(b"wide", hard=16, soft=10)
     engine.cache.set_quota(b"narrow", hard=5)

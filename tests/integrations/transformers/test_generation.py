@@ -161,3 +161,22 @@ def test_other_calls_inside_of_the_context_are_refused() -> None:
         pass
     with pytest.raises(InvalidRequest, match="does not use the AttentionInterface"), paged_batching(model_of("falcon")):
         pass
+
+
+def test_a_cache_says_what_was_known_of_each_prompt() -> None:
+    model = model_of("llama")
+    ids = prompts(40, (0, 0))["input_ids"]
+    other = ids.clone()
+    other[1, 21] ^= 1
+    patched = patch(model)
+    try:
+        for given, reasons in ((ids, ["new", "new"]), (other, ["hit", "differs"])):
+            mask = torch.ones_like(given)
+            out = model.generate(given, attention_mask=mask, **ASKED, return_dict_in_generate=True)
+            cache = out.past_key_values
+            assert [cache.receipt(row).reason for row in range(2)] == reasons
+        told = cache.receipt(1)
+        assert (told.position, told.was, told.now) == (21, int(ids[1, 21]), int(other[1, 21]))
+        assert cache.receipt(2) is None
+    finally:
+        patched.unpatch()

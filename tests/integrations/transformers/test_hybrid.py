@@ -96,7 +96,7 @@ def require_empty(handle: Patched) -> None:
     assert (stats.mapped, stats.states.mapped) == (0, 0)
 
 
-@types("qwen3_5_text", "granitemoehybrid")
+@types("qwen3_5_text", "nemotron_h")
 def test_a_hybrid_model_generates_the_tokens_of_plain_transformers(name: str) -> None:
     model = hybrid_of(name)
     ways = [way for way in WAYS if way != "chunks" or name != "mamba2"]  # the host computes no chunks of it
@@ -121,7 +121,7 @@ def drafted(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return tokens
 
 
-@types("granitemoehybrid")
+@types("nemotron_h")
 def test_drafts_give_the_tokens_of_greedy_where_transformers_refuses_them(name: str) -> None:
     model, ids = hybrid_of(name), batch_of(60)["input_ids"]
     ids = torch.cat([ids, ids[:, 10:37]], 1)
@@ -211,7 +211,7 @@ def require_equal(found: torch.Tensor, whole: torch.Tensor) -> None:
     assert float((found - expected).abs().max() / (expected.max() - expected.min())) < 1e-4
 
 
-@types("qwen3_5_text", "granitemoehybrid")
+@types("qwen3_5_text", "nemotron_h")
 def test_a_paged_cache_is_cropped_forked_and_reordered(name: str) -> None:
     model = hybrid_of(name)
     ids = torch.randint(3, 300, (2, 120), generator=torch.Generator().manual_seed(4))
