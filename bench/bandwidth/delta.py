@@ -11,13 +11,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from pagedkv.bench.bandwidth.subjects import Subject
 from pagedkv.bench.clock import Step
+from pagedkv.cache.states import StateBatch
 from pagedkv.kernels import cpu, huge_pages
 from pagedkv.kernels.recurrent import DeltaInputs, delta_rule, delta_state
 
@@ -27,20 +27,10 @@ KEY_HEADS: Final = 16
 DIM: Final = 128
 
 
-@dataclass(frozen=True)
-class _Frames:
-    """The frames of a step of one sequence, as kernels/recurrent has them."""
-
-    state_in: torch.Tensor
-    state_out: torch.Tensor
-    save_indptr: torch.Tensor
-    save_offsets: torch.Tensor
-    save_frames: torch.Tensor
-
-    @classmethod
-    def of(cls, source: int, target: int) -> _Frames:
-        numbers = ([source], [target], [0, 0], [], [])
-        return cls(*(torch.tensor(some, dtype=torch.int32) for some in numbers))
+def _frames(source: int, target: int) -> StateBatch:
+    """Return the frames of a step of one sequence without saves."""
+    numbers = ([source], [target], [0, 0], [], [])
+    return StateBatch(*(torch.tensor(some, dtype=torch.int32) for some in numbers))
 
 
 def deltas(tokens: Iterable[int]) -> Iterator[Subject]:
@@ -69,7 +59,7 @@ def _pool(layers: int) -> torch.Tensor:
 
 def _ours(layers: int, inputs: DeltaInputs) -> Step:
     storage = list(_pool(layers).unbind(1))
-    steps, indptr, out = [_Frames.of(0, 1), _Frames.of(1, 0)], torch.tensor([0, len(inputs.v)]).int(), inputs.v.clone()
+    steps, indptr, out = [_frames(0, 1), _frames(1, 0)], torch.tensor([0, len(inputs.v)]).int(), inputs.v.clone()
 
     def prepare() -> Callable[[], object]:
         steps.reverse()

@@ -143,7 +143,7 @@ class TierStack(ThreadGuard):
         states: for the state tiers, the frames of recurrent states (uint8 [N, bytes]), and the layers of their spec.
         Raises: InvalidRequest for state tiers without states; any error of a tier; the tiers before it are closed then
         """
-        if states is None and any(level.of_states for level in self._levels):
+        if states is None and self._levels_of(of_states=True):
             raise InvalidRequest("state_tiers of a cache without states; give states=StateSpec(...), or leave them out")
         of = self._manager  # a pool that refers to the stack would keep a dropped cache in memory
         of.keep(manager, lasts=bool(self._levels))
@@ -171,7 +171,7 @@ class TierStack(ThreadGuard):
         changes: list[tuple[object, str, object]] = [(self.pool, "frames", frames), (self, "_since", None)]
         if of_states:
             changes = [(self, "_stamps", np.zeros(0, np.int64)), (self, "_mark", ())]
-        for level in (level for level in self._levels if level.of_states == of_states):
+        for level in self._levels_of(of_states=of_states):
             changes += [(level, "backlog", deque(maxlen=2 * len(frames))), (level.pool, "frames", frames)]
         return changes
 
@@ -179,6 +179,9 @@ class TierStack(ThreadGuard):
     def tiers(self) -> list[Tier]:
         """The tiers, the fastest first."""
         return [level.tier for level in self._levels]
+
+    def _levels_of(self, *, of_states: bool) -> list[Level]:
+        return [level for level in self._levels if level.of_states == of_states]
 
     def __len__(self) -> int:
         return len(self._levels)
@@ -218,9 +221,9 @@ class TierStack(ThreadGuard):
         for frame, page in changes.stored:
             if self._write_back is None or self._write_back.stores(uses=int(uses[frame]), tenant=page.tenant):
                 entry = frame, self.pool.stamp(frame), self._namer.key(page.digest, page.tenant, page.group)
-                for level in (level for level in self._levels if not level.of_states):
+                for level in self._levels_of(of_states=False):
                     level.backlog.append(entry)
-        for level in (level for level in self._levels if not level.of_states):
+        for level in self._levels_of(of_states=False):
             level.touch(removed)
         self._since = changes.sequence
 
@@ -233,7 +236,7 @@ class TierStack(ThreadGuard):
         for frame, page, name in fresh:  # a state has been used as often as its page
             if self._write_back is None or self._write_back.stores(uses=int(uses[page]), tenant=name.tenant):
                 entry = frame, int(stamps[frame]), self._namer.state_key(name.digest, name.tenant)
-                for level in (level for level in self._levels if level.of_states):
+                for level in self._levels_of(of_states=True):
                     level.backlog.append(entry)
         self._stamps = stamps
 
