@@ -15,10 +15,11 @@ from pagedkv.core.observe.receipts import Receipt
 from pagedkv.core.observe.stats import PoolStats, Stats
 from pagedkv.core.prefix.digests import page_digests
 from pagedkv.core.prefix.events import as_array, as_map
+from pagedkv.core.prefix.history import TokenHistory
 from pagedkv.core.states.door import Places, StatePool
 from pagedkv.core.tables.layer_groups import Group
 
 __all__ = [
     "AddressSpace", "FramePool", "Group", "MemoryManager", "Pin", "Places", "Plan", "PoolStats", "Receipt", "StatePool",
-    "Stats", "as_array", "as_map", "page_digests",
+    "Stats", "TokenHistory", "as_array", "as_map", "page_digests",
 ]  # fmt: skip

@@ -119,7 +119,7 @@ class MemoryManager(ThreadGuard):
         self.states: States | None = None if states is None else States(states, self.block_size, self._accounts)
         if self.states:
             self.state = st.with_checkpoints(self.state)
-        self.state = st.with_history(self.state, whole(history, "history", 0, 2**30))
+        self.state = self.state._replace(history=st.history_of(whole(history, "history", 0, 2**30)))
         self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
         self._roots, self._open_prompts, self._log = Roots(), OpenPrompts(), EventLog()
         self._slides = any(group.window for group in self.groups)

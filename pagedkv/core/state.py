@@ -397,7 +397,7 @@ def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool
         log=np.zeros((events, 4 + block_size), np.int32),
         groups=groups,
         checkpoints=np.zeros(0, np.int32),
-        history=np.zeros((0, 4, 2), np.int32),
+        history=history_of(0),
     )
 
 
@@ -406,10 +406,9 @@ def with_checkpoints(state: State) -> State:
     return state._replace(checkpoints=np.full(2 * len(state.frames) + MAX_SPACES, NIL, np.int32))
 
 
-def with_history(state: State, num_tokens: int) -> State:
-    """Return the state with a history of about the last `num_tokens` tokens."""
-    sets = _power_of_two(num_tokens) if num_tokens else 0
-    return state._replace(history=np.zeros((sets, *state.history.shape[1:]), np.int32))
+def history_of(num_tokens: int) -> I32:
+    """Return an array for about the last `num_tokens` tokens of the past: int32 [N, 4, 2], see prefix/history.py."""
+    return np.zeros((_power_of_two(num_tokens) if num_tokens else 0, 4, 2), np.int32)
 
 
 def with_salts(state: State) -> State:

@@ -93,7 +93,7 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, view:
     }
     if others:
         return missed("other salt" if prompt[0] in others else "other root")
-    if at + common > 0 and common >= 0:
+    if at + common > 0 and was >= 0:
         return missed("differs", at + common, was, int(ids[at + common]))
     return missed("never published")
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from pagedkv.core.compiled import compiled, inlined, inner, prefetch
 from pagedkv.core.prefix import index
-from pagedkv.core.state import I32, I64, KEY, State
+from pagedkv.core.state import I32, I64, KEY, State, history_of
+from pagedkv.errors import InvalidRequest
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _TAG_BITS = np.uint64(0xFFFFFFFF)
@@ -35,48 +36,101 @@ def _begin(s: State, root: int, prefix_hash: int) -> int:
 
 
 @inlined
-def _place(s: State, state: int) -> tuple[int, int]:
+def _place(history: I32, state: int) -> tuple[int, int]:
     """Return the set of a prefix, and its tag, which is never 0: that stands for no prefix."""
-    row = np.int64(np.uint64(state) >> _SHIFT) & (len(s.history) - 1)
+    row = np.int64(np.uint64(state) >> _SHIFT) & (len(history) - 1)
     return row, np.int64(np.uint64(state) & _TAG_BITS) - 2**31 | 1  # type: ignore[return-value]
 
 
 @inlined
-def _way(s: State, row: int, tag: int) -> int:
+def _way(history: I32, row: int, tag: int) -> int:
     """Return which of the prefixes of a set has this tag, or -1."""
-    for way in range(s.history.shape[1]):
-        if s.history[row, way, 0] == tag:
+    for way in range(history.shape[1]):
+        if history[row, way, 0] == tag:
             return way
     return -1
 
 
 @inner
+def _note(history: I32, prefix: int, tokens: I32) -> None:
+    state: int = np.uint64(prefix)  # type: ignore[assignment]
+    for i in range(len(tokens)):
+        prefetch(history, _place(history, state)[0])
+        state = _mixed(state, tokens[i])
+    prefetch(history, _place(history, state)[0])
+    state = np.uint64(prefix)  # type: ignore[assignment]
+    for i in range(len(tokens) + 1):
+        row, tag = _place(history, state)
+        last = _way(history, row, tag)
+        for way in range(last if last >= 0 else history.shape[1] - 1, 0, -1):
+            history[row, way, 0], history[row, way, 1] = history[row, way - 1, 0], history[row, way - 1, 1]
+        history[row, 0, 0], history[row, 0, 1] = tag, -1
+        if i < len(tokens):
+            history[row, 0, 1] = tokens[i]
+            state = _mixed(state, tokens[i])
+
+
+@inner
+def _nearest(history: I32, prefix: int, tokens: I32) -> tuple[int, int]:
+    state: int = np.uint64(prefix)  # type: ignore[assignment]
+    common, was = -1, np.int64(-1)
+    for i in range(len(tokens) + 1):
+        row, tag = _place(history, state)
+        way = _way(history, row, tag)
+        if way >= 0:  # prefixes between may have lost their places
+            common, was = i, np.int64(history[row, way, 1])
+        if i < len(tokens):
+            state = _mixed(state, tokens[i])
+    if 0 <= common < len(tokens) and was == tokens[common]:
+        common, was = common + 1, np.int64(-1)
+    return common, int(was)
+
+
+@compiled
+def _note_page(history: I32, prefix: int, tokens: I32) -> None:
+    _note(history, prefix, tokens)
+
+
+@compiled
+def _compare_page(history: I32, prefix: int, tokens: I32) -> tuple[int, int]:
+    return _nearest(history, prefix, tokens)
+
+
+class TokenHistory:
+    """The tokens that followed prefixes before, for an engine that finds and names its prefixes itself.
+
+    num_tokens: how many are remembered, about, with 32 bytes each. prefix: a number of the engine's below 2**63.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        if not (type(num_tokens) is int and 0 < num_tokens <= 2**30):
+            raise InvalidRequest(f"num_tokens is {num_tokens!r}; give an int from 1 to 2**30")
+        self._history = history_of(num_tokens)
+
+    def note(self, prefix: int, tokens: I32) -> None:
+        """Note that a page with `tokens` (int32 [S]) came after a prefix."""
+        _note_page(self._history, prefix, tokens)
+
+    def nearest(self, prefix: int, tokens: I32) -> tuple[int, int]:
+        """Compare a page with those that came after its prefix before.
+
+        Returns: (tokens that the nearest of them has in common with it, or -1 if none is known; the token that followed
+                 these the last time, or -1 if the whole page was known, or that token is forgotten)
+        """
+        return _compare_page(self._history, prefix, tokens)
+
+
+@inner
 def note(s: State, root: int, prefix_hash: int, tokens: I32) -> None:
     """Note that a page with `tokens` (int32 [S]) was published after a prefix. root: the first one of the tenant."""
-    state = _begin(s, root, prefix_hash)
-    for i in range(len(tokens)):
-        prefetch(s.history, _place(s, state)[0])
-        state = _mixed(state, tokens[i])
-    prefetch(s.history, _place(s, state)[0])
-    state = _begin(s, root, prefix_hash)
-    for i in range(len(tokens) + 1):
-        row, tag = _place(s, state)
-        last = _way(s, row, tag)
-        for way in range(last if last >= 0 else s.history.shape[1] - 1, 0, -1):
-            s.history[row, way, 0], s.history[row, way, 1] = s.history[row, way - 1, 0], s.history[row, way - 1, 1]
-        s.history[row, 0, 0], s.history[row, 0, 1] = tag, -1
-        if i < len(tokens):
-            s.history[row, 0, 1] = tokens[i]
-            state = _mixed(state, tokens[i])
+    _note(s.history, np.int64(_begin(s, root, prefix_hash)), tokens)
 
 
 @compiled
 def compare(s: State, place: tuple[int, int], seed: int, salts: I64, token_ids: I32) -> tuple[int, int]:
-    """Compare a page of a prompt with the pages that followed its prefix before.
+    """Compare a page of a prompt with the pages that followed its prefix before, as `TokenHistory.nearest` does.
 
     place: the first root of the tenant, and the number of the page. seed, salts: the result of Roots.seeds.
-    Returns: (tokens that the nearest of them has in common with it, or -1 if none is known; the token that followed
-             these the last time, or -1 if the whole page was known)
     """
     root, page = place
     size, prefix_hash, salt = s.tokens.shape[1], np.int64(seed), 0
@@ -87,13 +141,4 @@ def compare(s: State, place: tuple[int, int], seed: int, salts: I64, token_ids: 
         if before < page:
             tokens = token_ids[before * size : (before + 1) * size]
             prefix_hash = np.int64(index.prefix_hash_of(s.reg[KEY], prefix_hash, tokens))
-    state, common, was = _begin(s, root, prefix_hash), -1, np.int64(-1)
-    for i in range(size + 1):
-        row, tag = _place(s, state)
-        way = _way(s, row, tag)
-        if way < 0:
-            break
-        common, was = i, np.int64(s.history[row, way, 1])
-        if i < size:
-            state = _mixed(state, token_ids[page * size + i])
-    return common, int(was)
+    return _nearest(s.history, np.int64(_begin(s, root, prefix_hash)), token_ids[page * size : (page + 1) * size])

@@ -16,21 +16,23 @@ from pagedkv.errors import InvalidRequest
 
 POLICY: Final = "pagedkv_policy"
 LINEARS: Final = "pagedkv_linears"
-KEYS: Final = (POLICY, LINEARS)
+HINTS: Final = "pagedkv_hints"
+LOGGED_MISS: Final = "pagedkv_logged_miss"
+KEYS: Final[Mapping[str, Any]] = {POLICY: "lru", LINEARS: True, HINTS: 0.1, LOGGED_MISS: 2048}
+"""key: its default. The eviction policy, see FramePool; whether linear layers are ours; the share of the pool for
+retained blocks, and again for pinned ones; the tokens of a prompt computed again from which the log has a line."""
 
 
-def policy_in(additional_config: object) -> Any:
-    """Return the eviction policy that `additional_config` asks for, see FramePool: "lru" if it asks for none."""
-    return _ours_in(additional_config).get(POLICY, "lru")
+def option_in(additional_config: object, key: str) -> Any:
+    """Return what `additional_config` says for one of KEYS, or its default.
 
-
-def linears_in(additional_config: object) -> bool:
-    """Return whether linear layers are ours: True unless `additional_config` says false."""
-    return bool(_ours_in(additional_config).get(LINEARS, True))
+    Raises: InvalidRequest for a value that cannot be meant, and for an unknown key
+    """
+    return _ours_in(additional_config).get(key, KEYS[key])
 
 
 def _ours_in(additional_config: object) -> Mapping[str, Any]:
-    """Raises: InvalidRequest for a policy that FramePool lacks, another switch than a bool, and an unknown name."""
+    """Raises: InvalidRequest for a value that cannot be meant, and for an unknown name."""
     if not isinstance(additional_config, Mapping):  # None, or an object of another plug-in
         return {}
     for key, asked in additional_config.items():
@@ -40,6 +42,10 @@ def _ours_in(additional_config: object) -> Mapping[str, Any]:
             )
         if key == LINEARS and not isinstance(asked, bool):
             raise InvalidRequest(f"{LINEARS!r} of additional_config is {asked!r}; give true or false")
+        if key == LOGGED_MISS and not (type(asked) is int and asked >= 0):
+            raise InvalidRequest(f"{LOGGED_MISS!r} of additional_config is {asked!r}; give a number of tokens")
+        if key == HINTS and not (type(asked) in (int, float) and 0 <= asked < 1):
+            raise InvalidRequest(f"{HINTS!r} of additional_config is {asked!r}; give a share below 1, for example 0.1")
     if POLICY in additional_config:
         try:
             FramePool(1, policy=additional_config[POLICY])

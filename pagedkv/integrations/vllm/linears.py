@@ -22,7 +22,7 @@ from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
 from pagedkv import linear
-from pagedkv.integrations.vllm.additional_config import linears_in
+from pagedkv.integrations.vllm.additional_config import LINEARS, option_in
 
 _LOGGER: Final = init_logger("vllm.pagedkv")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +49,6 @@ def install() -> None:
 def is_served(weight: torch.Tensor) -> bool:
     """Return whether `pagedkv.linear` computes with `weight`, in the engine that is being made."""
     config = get_current_vllm_config_or_none()
-    asked = linears_in(None if config is None else config.additional_config)
+    asked = option_in(None if config is None else config.additional_config, LINEARS)
     has_better = torch.cpu._is_amx_tile_supported() or current_platform.is_zen_cpu()
     return asked and not has_better and not weight.is_meta and weight.ndim == 2 and weight.dtype in _DTYPES

@@ -6,9 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from pagedkv.core import MemoryManager
+from pagedkv.core import MemoryManager, TokenHistory
 from pagedkv.core.prefix import roots
 from pagedkv.errors import InvalidRequest
 
@@ -84,6 +85,20 @@ def test_forget_forgets_the_past_and_resize_keeps_it() -> None:
     assert mm.why(changed(PROMPT, 5)).position == 5
     mm.forget()
     assert mm.why(changed(PROMPT, 1)).reason == "never published"
+
+
+def test_a_full_history_names_no_token_that_is_equal() -> None:
+    """Newer prefixes take the places of older ones, and of some in the middle of a page."""
+    past, dice = TokenHistory(8), random.Random(0)
+    pages = [np.array([dice.randrange(1000) for _ in range(SIZE)], np.int32) for _ in range(40)]
+    found = set[int]()
+    for number, page in enumerate(pages):
+        past.note(number, page)
+        for older in range(number + 1):
+            common, was = past.nearest(older, pages[older])
+            found.add(common)
+            assert common in (-1, SIZE) or was != pages[older][common]
+    assert {-1, 2, SIZE} <= found
 
 
 def test_a_history_that_makes_no_sense_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import vllm as plugin
-from pagedkv.integrations.vllm.additional_config import linears_in, policy_in
+from pagedkv.integrations.vllm.additional_config import LINEARS, POLICY, option_in
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -61,9 +61,9 @@ def test_importing_the_plug_in_imports_neither_vllm_nor_torch() -> None:
 
 @pytest.mark.parametrize("config", [None, {}, {"of_another_plug_in": 1}, object()])
 def test_lru_and_our_linear_layers_serve_where_nothing_is_asked_for(config: object) -> None:
-    assert (policy_in(config), linears_in(config)) == ("lru", True)
+    assert (option_in(config, POLICY), option_in(config, LINEARS)) == ("lru", True)
     config = {"pagedkv_linears": False, "pagedkv_policy": "2q"}
-    assert (policy_in(config), linears_in(config)) == ("2q", False)
+    assert (option_in(config, POLICY), option_in(config, LINEARS)) == ("2q", False)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,12 @@ def test_lru_and_our_linear_layers_serve_where_nothing_is_asked_for(config: obje
             ({"pagedkv_linears": asked}, f"'pagedkv_linears' of additional_config is {asked!r}; give true or false")
             for asked in (1, "false", None)
         ),
-        ({"pagedkv_polices": "2q"}, "pagedkv reads 'pagedkv_policy', 'pagedkv_linears': correct the name"),
+        ({"pagedkv_polices": "2q"}, "pagedkv_hints', 'pagedkv_logged_miss': correct the name"),
+        ({"pagedkv_hints": 1.5}, "'pagedkv_hints' of additional_config is 1.5; give a share below 1"),
+        ({"pagedkv_logged_miss": -1}, "'pagedkv_logged_miss' of additional_config is -1; give a number of tokens"),
     ],
 )
 def test_a_wrong_value_or_key_is_refused_with_the_right_ones(config: dict[str, object], words: str) -> None:
-    for read in (policy_in, linears_in):
+    for key in (POLICY, LINEARS):
         with pytest.raises(InvalidRequest, match=re.escape(words)):
-            read(config)
+            option_in(config, key)

@@ -3,6 +3,7 @@
 job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs": int or null, "rounds": int}
 A job with "adapter", the folder of a LoRA, uses it for every second prompt.
 A job with "warm", a prompt, computes it first.
+A job with "hint", an action of kv_hints, gives it with the first prompt; from vLLM 0.33 on.
 A job with "backend", the path of a class, gives it to vLLM as the backend CUSTOM.
 A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
 Writes {"tokens": [round][prompt][token], "seconds": [round], "hits": tokens found in the prefix cache, ...}.
@@ -44,6 +45,15 @@ def main() -> None:
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job.get("adapter") else None
     adapters = [adapter if number % 2 else None for number in range(len(prompts))]
     tokens, hits, logprobs, seconds = [], [], [], []
+    if job.get("hint"):
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+        hint = KvHintAction(action_id="1", action_version="1", **job["hint"])
+        envelopes = [KvHintsEnvelope(protocol_version="1", message_id="1", actions=[hint])]
+        add = engine.llm_engine.add_request
+        engine.llm_engine.add_request = lambda *args, **kwargs: add(
+            *args, **kwargs, kv_hints=envelopes.pop() if envelopes else None
+        )
     if job.get("warm"):
         engine.generate([{"prompt_token_ids": job["warm"]}], sampling, use_tqdm=False)
     for _ in range(job.get("rounds", 1)):

@@ -231,3 +231,26 @@ def test_a_step_costs_no_more_than_that_of_vllm(num_blocks: int, monkeypatch: py
         ratio = median(mine / theirs for theirs, mine in zip(plain, ours, strict=True))
         print(f"{name}: vLLM {1e6 * median(plain):.2f} us, pagedkv {1e6 * median(ours):.2f} us, ratio {ratio:.3f}")
         assert ratio <= (1.0 if name == "prompt" else 1.1), name
+
+
+def test_pins_are_limited_and_end() -> None:
+    pool = PagedBlockPool(101, True, BLOCK)
+    blocks = pool.get_new_blocks(40)
+    for number, block in enumerate(blocks):
+        pool._insert_block_hash(make_block_hash_with_group_id(number.to_bytes(32), 0), block, BLOCK * (number + 1))
+    assert pool.pin(blocks[:6], until=10) == "accepted"
+    for second in range(1000):  # the same blocks again: one pin
+        assert pool.pin(blocks[:6], until=10 + second % 7) == "accepted"
+    assert len(pool._pins) == 1
+    assert pool.pin(blocks, until=20) == "clipped"
+    assert pool.pin(blocks[30:], until=99) == "rejected"
+    pool.free_blocks(reversed(blocks))
+    assert pool.get_num_free_blocks() == 100 - 10
+    pool.expire(20)
+    assert pool.get_num_free_blocks() == 100
+    pool.check()
+    again = pool.get_new_blocks(100)
+    assert len(again) == 100
+    pool.free_blocks(again)
+    assert pool.pin([], until=1) == "accepted"
+    assert pool.reset_prefix_cache()
