@@ -1,7 +1,8 @@
 """The scripts of examples/: each runs as a script, prints something to check, and is short.
 
 A script inside another program is at most half as long as the prototype that it replaces. The scripts of vLLM
-need an environment of their own: here they are only read. `make test-vllm` runs them (integrations/vllm/host).
+need an environment of their own: here they are only read. `make test-vllm` runs them (integrations/vllm/host). The
+modules `kernels_of_*` are for the kit: tests/kernels/test_kit.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 from pagedkv.core import FramePool
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith("kernels_of_"))
 MAX_LINES = 60
 # the most lines of a script inside another program
 HOSTED = {"nixl_pages": 120, "transformers_cache": 191, "vllm_backend": 79, "vllm_block_pool": 212}

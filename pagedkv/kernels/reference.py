@@ -64,14 +64,14 @@ def objections(case: Case) -> list[str]:
     return []
 
 
-def paged_attention(call: AttentionCall) -> None:
-    """Attend, as the head of this file defines it. Modifies: call.out, call.lse.
+def paged_attention(call: AttentionCall, dtype: torch.dtype | None = None) -> None:
+    """Attend, as the head of this file defines it, with sums in `dtype`. Modifies: call.out, call.lse.
 
     Raises: InvalidRequest, on the CPU, for tables that name what is not there
     """
     if call.q.device.type == "cpu":
         checks.table_values(call)
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    dtype = dtype or (torch.float64 if call.q.dtype == torch.float64 else torch.float32)
     for group in _groups(call):
         kv = _gather(call, group, dtype)
         b, m = group.queries.shape
@@ -79,7 +79,7 @@ def paged_attention(call: AttentionCall) -> None:
         for first in range(0, m, at_once):
             out, lse = _attend(call, group, kv, slice(first, first + at_once))
             call.out[group.queries[:, first : first + at_once]] = out.to(call.out.dtype)
-            call.lse[group.queries[:, first : first + at_once]] = lse.to(torch.float32)
+            call.lse[group.queries[:, first : first + at_once]] = lse.to(call.lse.dtype)
 
 
 def _groups(call: AttentionCall) -> Iterator[_Group]:
@@ -161,9 +161,7 @@ def _attend(call: AttentionCall, group: _Group, kv: _KV, chunk: slice) -> tuple[
         visible = visible[:, None, None]
         scores = _shape(call, distance, scores).masked_fill(~visible, -torch.inf)
         lse = scores.logsumexp(-1)
-        p = (
-            scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]
-        ).exp()  # a row that sees nothing: exp(-inf) = 0
+        p = scores.softmax(-1).masked_fill((lse == -torch.inf)[..., None], 0.0)  # a row that sees nothing
         out = _weigh(p, part.v, visible)
         state = (out, lse) if state is None else _merge(*state, out, lse)
     assert state is not None

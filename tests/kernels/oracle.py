@@ -1,8 +1,8 @@
 """The oracle: the contract of `paged_attention` in float64, written a second time, and the error a kernel may make.
 
 `oracle` is numpy, one query and head at a time over the logical positions of its sequence. It shares no line with the
-reference, so a mistake must be made twice to pass. `same_precision` is the yardstick of the error; TOLERANCE is the
-only table of tolerances for attention.
+reference, so a mistake must be made twice to pass. `same_precision` is the yardstick of the error. The table of
+tolerances, and the rule, are those of the kit (pagedkv/conformance/cases.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedkv.conformance.cases import _ratios as ratios
 from pagedkv.kernels import quant
 from pagedkv.kernels.args import KVLayer
 from tests.cases import Built, Case, moved
@@ -177,45 +178,11 @@ def rotation(D: int) -> Array:
     return np.kron(np.eye(D // n), matrix) / n**0.5 * signs
 
 
-TOLERANCE = {"floor": 1e-5, "": 2, "fp8_e4m3": 4, "fp8_e5m2": 4, "int8": 4, "k8v4": 4, "k5v4": 4}
-"""max |x - oracle| <= factor * max |same_precision - oracle| + floor: FlashAttention's rule. As there, both maxima are
-taken over the whole tensor: an element that plain low-precision torch gets exactly right by luck is no measure."""
-
-
-def allowed_error(case: Case, right: Array, low: Array) -> float:
-    """By the rule of TOLERANCE, for `out` or `lse` of this case; only finite elements of `right` count."""
-    finite = np.isfinite(right)
-    return (
-        TOLERANCE[case.kv.partition("/")[0]] * float(np.abs(low[finite] - right[finite]).max(initial=0.0))
-        + TOLERANCE["floor"]
-    )
-
-
 @lru_cache(maxsize=2)
 def solved(case: Case) -> tuple[Built, State, State]:
     """The case, what is right, and what plain torch makes of it: once for all kernels."""
     built = case.build()
     return built, oracle(built), same_precision(built)
-
-
-def ratios(
-    case: Case, got: tuple[Tensor, Tensor], right: State, low: State, slack: tuple[float, float] = (0.0, 0.0)
-) -> dict[str, float]:
-    """Return error over allowed error of out and lse; inf where a query that sees nothing has something.
-
-    slack: the errors of out and of lse that are allowed beyond TOLERANCE
-    """
-    rows = sum(case.q_lens)
-    out, lse = (x.double().cpu().numpy()[:rows] for x in got)
-    exact, plain = (State(*(x[:rows] for x in state)) for state in (right, low))
-    seen = ~np.isneginf(exact.lse)
-    if (np.isneginf(lse) == seen).any() or (out[~seen] != 0).any():
-        return {"blind": np.inf}
-    parts = {"out": (out, exact.out, plain.out), "lse": (lse[seen], exact.lse[seen], plain.lse[seen])}
-    return {
-        name: np.abs(x - y).max(initial=0.0) / (allowed_error(case, y, z) + more)
-        for (name, (x, y, z)), more in zip(parts.items(), slack, strict=True)
-    }
 
 
 def assert_right(case: Case, got: tuple[Tensor, Tensor], right: State, low: State) -> None:

@@ -136,7 +136,9 @@ def only(built: Built, b: int) -> Built:
 
 
 def test_out_is_filled_where_given_and_padding_is_left_alone(runner: Runner) -> None:
-    built = replace(MIXED, padding=2).build(0, runner.device)
+    built = replace(MIXED, padding=2).build()
+    there = {name: moved(x, runner.device) for name, x in built.options.items()}
+    built = Built(*(moved(x, runner.device) for x in built[:3]), there)
     buffer = torch.full((built.q.shape[0], 4, 2 * 64), 7.0, device=runner.device)[
         ..., :64
     ]  # strided, as in a fused buffer

@@ -189,7 +189,7 @@ def test_a_scale_that_rounds_to_zero_is_one(runner: Runner) -> None:
 @pytest.mark.parametrize(("kv", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0), ("int8/tensor", 127.0)])
 def test_what_is_too_large_saturates(kv: str, largest: float, runner: Runner) -> None:
     k = torch.tensor([1e9, -1e9, torch.inf, -torch.inf]).repeat(16).expand(1, 2, 64)
-    layer = written(empty_layer(Case(kv=kv), 1), k, k, batch_of([0]), runner)
+    layer = written(scaled(Case(kv=kv), 1, 1.0, 1.0), k, k, batch_of([0]), runner)
     assert stored(layer, [0])[0][0, 0, :4].tolist() == [largest, -largest, largest, -largest]
 
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from pagedkv.conformance.cases import _allowed_error
 from tests.cases import Built, Case, as_bytes
 from tests.kernels.conftest import COMPILED, WAYS, Runner, param
-from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels.oracle import oracle, same_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +85,7 @@ def hidden(case: Case, number: float) -> tuple[Built, np.ndarray, float]:
     poisoned = planted(built, number)
     with np.errstate(invalid="ignore"):
         right = oracle(poisoned).out
-    return poisoned, right, allowed_error(case, oracle(built).out, same_precision(built).out)
+    return poisoned, right, _allowed_error(case, oracle(built).out, same_precision(built).out)
 
 
 def check_hidden_values(case: Case, runner: Runner, number: float = torch.nan) -> None:

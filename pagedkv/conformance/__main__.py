@@ -1,0 +1,123 @@
+"""The table of a backend: `python -m pagedkv.conformance my_module [--only TEXT] [--json FILE]`.
+
+The module has three functions, which get tensors on the CPU (docs/how-to/test-your-kernels.md):
+
+    paged_attention(q, layer, batch, **options)   returns out, or (out, lse); an option without an argument is refused
+    write_kv(k, v, layer, slots)                  stores at the slots; a negative slot is skipped
+    refuses(case)                                 the reason why the backend cannot serve a case, "" if it can
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import inspect
+import json
+import math
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedkv.conformance.cases import Case, _Built, _computed, _features, _ratios, _used_slots
+from pagedkv.errors import KernelUnavailable
+from pagedkv.kernels import ops
+
+_COUNTS = ("right", "wrong", "reads unused", "refused")
+
+
+def _attend(backend: Any, case: Case, built: _Built) -> float:
+    """Return the error of attention over the allowed error."""
+    unset = {"window": None, "softcap": 0.0, "causal": True}
+    options = {name: x for name, x in built.options.items() if name not in unset or x != unset[name]}
+    taken = inspect.signature(backend.paged_attention).parameters
+    if not any(x.kind is x.VAR_KEYWORD for x in taken.values()) and (missing := options.keys() - taken.keys()):
+        raise NotImplementedError(f"paged_attention has no argument {' and no '.join(sorted(missing))}")
+    right, plain = (_computed(built, dtype) for dtype in (torch.float64, built.q.dtype))
+    found = backend.paged_attention(built.q, built.layer, built.batch, **options)
+    out, lse = found if isinstance(found, tuple) else (found, torch.from_numpy(right[1]))
+    return max(math.inf if math.isnan(x) else x for x in _ratios(case, (out, lse), right, plain).values())
+
+
+def _cleaned(built: _Built) -> _Built:
+    """Return the call with zeros in unused memory, and frames of the pool in padded table entries."""
+    F, S = built.layer.k.shape[:2]
+    unused = torch.ones(F * S + 1, dtype=torch.bool)
+    unused[_used_slots(built.batch, S)] = False
+    for x in (built.layer.k, built.layer.v, built.layer.k_scale, built.layer.v_scale):
+        if x is not None and x.dim():
+            (x.view(torch.uint8) if x.itemsize == 1 else x)[unused[:-1].view(F, S)] = 0
+    table = built.batch.block_table.clamp(max=F - 1)
+    return built._replace(q=built.q.nan_to_num(), batch=replace(built.batch, block_table=table))
+
+
+def _write(backend: Any, case: Case) -> float:
+    """Return inf if a byte of the pool is not what the reference stores."""
+    built, other = case.build(), case.build()
+    k, v = (torch.randn(len(built.q), case.heads[1], dim).to(built.q.dtype) for dim in case.dims)
+    ops.write_kv(k, v, built.layer, built.batch, backend="reference")
+    backend.write_kv(k, v, other.layer, other.batch.slots)
+    pairs = [[getattr(x.layer, name) for x in (built, other)] for name in ("k", "v", "k_scale", "v_scale")]
+    as_bytes = [[x.contiguous().view(-1).view(torch.uint8) for x in pair] for pair in pairs if pair[0] is not None]
+    return 0.0 if all(torch.equal(*pair) for pair in as_bytes) else math.inf
+
+
+def _judged(backend: Any, case: Case, is_write: bool) -> tuple[str, float, str]:
+    """Return one of _COUNTS, the error over the allowed error, and the reason of what is not right."""
+    try:
+        if reason := getattr(backend, "refuses", lambda _: "")(case):
+            return "refused", 0.0, reason
+        raised = ""
+        try:
+            error = _write(backend, case) if is_write else _attend(backend, case, case.build())
+        except NotImplementedError:
+            raise
+        except (IndexError, RuntimeError) as why:  # perhaps of an absurd frame number in a padded table entry
+            error, raised = math.inf, f"{type(why).__name__}: {why}"
+        if error > 1 and not is_write and (clean := _attend(backend, case, _cleaned(case.build()))) <= 1:
+            return "reads unused", clean, f"right with zeros in unused memory, wrong with {raised or 'NaN'}"
+        return "right" if error <= 1 else "wrong", error, raised or f"the error is {error:.3g} times the allowed one"
+    except (NotImplementedError, KernelUnavailable) as why:
+        return "refused", 0.0, str(why)
+    except Exception as why:
+        return "wrong", math.inf, f"{type(why).__name__}: {why}"
+
+
+def _main(argv: list[str] | None = None) -> int:
+    """Print the table of a module. Return 1 if a case is wrong."""
+    parser = argparse.ArgumentParser("python -m pagedkv.conformance", description="Judge the kernels of a module.")
+    parser.add_argument("module", help="the name of a module with paged_attention, write_kv and refuses")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases that have this text in `row: case`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
+    given = parser.parse_args(argv)
+    backend, rows = importlib.import_module(given.module), []
+    notes: dict[tuple[str, str], tuple[str, str]] = {}
+    start = Case(**{"q_lens": (1, 4, 3, 5), "kv_lens": (40, 4, 70, 33)} | getattr(backend, "START", {}))
+    print(f"{'':22}" + "".join(f"{name:>14}" for name in (*_COUNTS, "error")))
+    for name, cases in _features(start).items():
+        chosen = [(text, case) for case in cases if given.only in (text := f"{name}: {case.changes(start)}")]
+        if not chosen:
+            continue
+        print(f"{name:22}", end="", flush=True)  # a kernel may end the process
+        found = [(text, *_judged(backend, case, name.startswith("write"))) for text, case in chosen]
+        row: dict[str, Any] = {each: sum(verdict == each for _, verdict, *_ in found) for each in _COUNTS}
+        row["error"] = max(error for *_, error, _ in found)
+        print("".join(f"{row[each]:14}" for each in _COUNTS) + f"{row['error']:14.2f}", flush=True)
+        rows.append({"row": name, **row, "not right": [each for each in found if each[1] != "right"]})
+        for text, verdict, _, why in rows[-1]["not right"]:
+            notes.setdefault((verdict, name if verdict == "wrong" else why), (text, why))
+    for (verdict, _), (text, why) in notes.items():
+        print(f"{verdict}: {why}\n  python -m pagedkv.conformance {given.module} \\\n    --only {shlex.quote(text)}")
+    if not rows:
+        parser.error(f"no case has {given.only!r} in `row: case`")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1).replace("Infinity", "null") + "\n")
+    return int(any(row["wrong"] + row["reads unused"] for row in rows))
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    raise SystemExit(_main())
