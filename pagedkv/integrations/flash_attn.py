@@ -129,7 +129,8 @@ def flash_attn_varlen_func(
         layer, block_table = _paged(k, v, cu_seqlens_k, lengths, max_seqlen_k)
     else:
         layer = stand_in.layer_of(k, v)
-    stand_in.check_shapes(cu_seqlens_q=(cu_seqlens_q, (B + 1,)), block_table=(block_table, (B, *block_table.shape[1:])))
+    pages = block_table.shape[-1:]
+    stand_in.check_shapes(cu_seqlens_q=(cu_seqlens_q, (B + 1,)), block_table=(block_table, (B, *pages)))
     batch = PagedBatch(block_table.int(), lengths, cu_seqlens_q.int(), int(max_seqlen_q), int(max_seqlen_k))
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, batch)
     batch = stand_in.served(layer, batch, **options)
@@ -220,7 +221,7 @@ def _tables(
     given = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
     stand_in.check_shapes(
         cache_batch_idx=(rows, (B,)), cache_seqlens=(given, (B,)),
-        block_table=(block_table, (B, *(() if block_table is None else block_table.shape[1:]))),
+        block_table=(block_table, (B, *(() if block_table is None else block_table.shape[-1:]))),
     )  # fmt: skip
     stand_in.check_integers(cache_batch_idx=rows, block_table=block_table, cache_seqlens=given)
     if block_table is None and not k_cache.shape[1] and k_cache.dim() == 4:  # no keys at all: a page cannot be empty

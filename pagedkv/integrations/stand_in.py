@@ -63,7 +63,9 @@ def refuse(package: str, **options: object) -> None:
     """Raise InvalidRequest if an option is set that no kernel here serves. An option is unset if it is None or 0."""
     asked = [name for name, value in options.items() if isinstance(value, Tensor) or (value is not None and value != 0)]
     if asked:
-        raise InvalidRequest(f"{' and '.join(asked)} of {package} {'is' if len(asked) == 1 else 'are'} not served here")
+        raise InvalidRequest(
+            f"{' and '.join(asked)} of {package} {'is' if len(asked) == 1 else 'are'} not served here; leave out"
+        )
 
 
 def check_order(order: str) -> None:
@@ -192,7 +194,7 @@ def served(layer: KVLayer, batch: PagedBatch, **options: Any) -> PagedBatch:
 def _check_pages(layer: KVLayer, batch: PagedBatch) -> None:
     """Raise InvalidRequest unless the pages in use are pages of the pool. Our kernels skip pages below 0."""
     pages, size, num_frames = batch.block_table.shape[1], layer.k.shape[1], layer.k.shape[0]
-    lengths = batch.seq_lens.long()
+    lengths = batch.seq_lens.long() * (batch.cu_seqlens_q.diff() > 0)  # without queries, no page is read
     if len(lengths) and (int(lengths.min()) < 0 or int(lengths.max()) > pages * size):
         raise InvalidRequest(
             f"sequences have {int(lengths.min())} to {int(lengths.max())} tokens; {pages} pages of {size} tokens hold "

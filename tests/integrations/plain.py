@@ -9,6 +9,26 @@ ABSURD = 2147480000
 """A page number that no pool has, for entries past the last page."""
 
 
+class Pool:
+    """Pages of random sequences: NaN where no token is, and pages in random order."""
+
+    def __init__(
+        self, lengths: list[int], spare: int, dtype: torch.dtype = torch.float32, size: int = 8,
+        heads: tuple[int, int] = (2, 16),
+    ) -> None:  # fmt: skip
+        self.keys, self.values = ([torch.randn(n, *heads).to(dtype) for n in lengths] for _ in range(2))
+        pages = [-(-(n + spare) // size) for n in lengths]
+        order = torch.randperm(sum(pages) + 2)[: sum(pages)].split(pages)
+        self.table = torch.full((len(lengths), max(pages) + 1), ABSURD, dtype=torch.int32)
+        self.k, self.v = (torch.full((sum(pages) + 2, size, *heads), torch.nan, dtype=dtype) for _ in range(2))
+        for b, mine in enumerate(order):
+            self.table[b, : len(mine)] = mine
+            for t in range(lengths[b]):
+                self.k[mine[t // size], t % size] = self.keys[b][t]
+                self.v[mine[t // size], t % size] = self.values[b][t]
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+
+
 def close(out: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import flash_attn, stand_in
 from pagedkv.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.integrations.plain import ABSURD, attention, close
+from tests.integrations.plain import Pool, attention, close
 
 H, K, D, S = 4, 2, 16, 8
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -45,23 +45,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Ten
         window=options.get("window_size", (-1, -1)), softcap=options.get("softcap", 0.0),
         slopes=options.get("alibi_slopes"),
     )  # fmt: skip
-
-
-class Pool:
-    """Pages of random sequences: NaN where no token is, and pages in random order."""
-
-    def __init__(self, lengths: list[int], spare: int, dtype: torch.dtype = torch.float32, size: int = S) -> None:
-        self.keys, self.values = ([torch.randn(n, K, D).to(dtype) for n in lengths] for _ in range(2))
-        pages = [-(-(n + spare) // size) for n in lengths]
-        order = torch.randperm(sum(pages) + 2)[: sum(pages)].split(pages)
-        self.table = torch.full((len(lengths), max(pages) + 1), ABSURD, dtype=torch.int32)
-        self.k, self.v = (torch.full((sum(pages) + 2, size, K, D), torch.nan, dtype=dtype) for _ in range(2))
-        for b, mine in enumerate(order):
-            self.table[b, : len(mine)] = mine
-            for t in range(lengths[b]):
-                self.k[mine[t // size], t % size] = self.keys[b][t]
-                self.v[mine[t // size], t % size] = self.values[b][t]
-        self.lengths = torch.tensor(lengths, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
