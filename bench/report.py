@@ -91,7 +91,8 @@ def _table(rows: list[Row]) -> list[str]:
         cells.setdefault(_cell(row), []).append(row)
     lines = ["| case | pagedkv | of bound | others |", "|---|---|---|---|"]
     for cell, some in cells.items():
-        mine = next((row for row in some if row["variant"].startswith(OURS)), None)
+        first = sorted(some, key=lambda row: row["variant"] not in OURS)
+        mine = next((row for row in first if row["variant"].startswith(OURS)), None)
         ratio = "" if mine is None else next((f"{mine[name]:.2f}" for name in RATIOS if mine.get(name)), "")
         others = "; ".join(f"{row['variant']} {_figure(row)}" for row in some if row is not mine)
         lines.append(f"| {cell} | {'' if mine is None else _figure(mine)} | {ratio} | {others} |")

@@ -63,9 +63,8 @@ def refuse(package: str, **options: object) -> None:
     """Raise InvalidRequest if an option is set that no kernel here serves. An option is unset if it is None or 0."""
     asked = [name for name, value in options.items() if isinstance(value, Tensor) or (value is not None and value != 0)]
     if asked:
-        raise InvalidRequest(
-            f"{' and '.join(asked)} of {package} {'is' if len(asked) == 1 else 'are'} not served here; leave out"
-        )
+        verb, what = ("is", "it") if len(asked) == 1 else ("are", "them")
+        raise InvalidRequest(f"{' and '.join(asked)} of {package} {verb} not served here; leave {what} out")
 
 
 def check_order(order: str) -> None:

@@ -166,8 +166,10 @@ def test_the_operators_refuse_what_varlen_attn_never_asks() -> None:
     forward = torch.ops.aten._flash_attention_forward
     with pytest.raises(InvalidRequest, match="dropout_p of torch is not served here"):
         forward(q, q, q, cu, cu, 1, 1, 0.5, False, False)
-    with pytest.raises(InvalidRequest, match="give .tokens, heads, dims."):
+    with pytest.raises(InvalidRequest, match="cu_seq_q is missing"):
         forward(q[None], q[None], q[None], None, None, 1, 1, 0.0, False, False)
+    with pytest.raises(InvalidRequest, match="give .tokens, heads, dims."):
+        forward(q[None], q[None], q[None], cu, cu, 1, 1, 0.0, False, False)
 
 
 def test_gradients_are_refused() -> None:

@@ -1,23 +1,15 @@
-"""transformers imports triton, and test_triton.py needs a triton that was imported to be interpreted."""
+"""Models and pools that the tests of the plug-in share."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedkv.integrations.transformers import Patched
-
-if not torch.cuda.is_available():
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), contextlib.suppress(ImportError):
-        import triton.language  # noqa: F401
 
 
 @pytest.fixture(scope="module")
