@@ -137,7 +137,7 @@ class PagedBlockPool(BlockPool):
         return "accepted"
 
     def expire(self, now: float) -> None:
-        """End the hints whose time has come."""
+        """End the hints that have reached their time."""
         self.free_block_queue.expire(now)
         if self._pins:
             self._end_pins(lambda pin: pin.until <= now)

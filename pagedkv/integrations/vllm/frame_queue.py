@@ -5,8 +5,7 @@ vLLM keeps its free blocks in one list. Ours are in three places, and are taken 
     spare       blocks that hold nothing, the one freed last first, then those that were never used. Their frames keep a
                 reference
     cached      frames without a reference, whose blocks have hashes or are still read: evicted in the policy's order
-    retained    blocks of a hint whose time has not come, the one whose time ends last first. Their frames keep
-                a reference
+    retained    blocks with a hint, the one that is needed last first. Their frames keep a reference
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ class FrameQueue:
         return self._end([block.block_id for block in blocks if block.block_id in self._until])
 
     def expire(self, now: float) -> None:
-        """End the hints whose time has come."""
+        """End the hints that have reached their time."""
         if now >= self._soonest:
             self._end([number for number, (end, _) in self._until.items() if end <= now])
             self._soonest = min((end for end, _ in self._until.values()), default=float("inf"))

@@ -4,7 +4,7 @@ vLLM carries `kv_hints` with a request, and leaves the actions to the manager of
 Their `action_version` is "1". `payload` has `seconds` for retain and pin. `tokens` limits an action to the whole blocks
 within the first tokens.
 
-    retain     the blocks are evicted after all others until then, those whose time ends last first
+    retain     the blocks are evicted after all others until then, those with the last end first
     pin        the blocks are not evicted until then
     release    ends retain and pin of these blocks, also those of other requests
     demote     does so, and the prefix cache forgets the blocks that no other request uses; a connector may have them
@@ -46,7 +46,7 @@ class KvHints:
         self._pool, self._has_connector = pool, has_connector
 
     def obey(self, request: Any, groups: Sequence[Sequence[Block]], now: float) -> None:
-        """Execute the hints of a request whose blocks, for each group, are about to be freed. now: in seconds."""
+        """Execute the hints of a request that has ended. groups: its blocks in each group. now: in seconds."""
         hints = getattr(request, "kv_hints", None)  # vLLM 0.32 has none
         for action in [] if hints is None else hints.actions[:MAX_ACTIONS]:
             name, answer, why = str(action.action_type).lower(), "rejected", ""
