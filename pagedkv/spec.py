@@ -68,7 +68,7 @@ def parse_bytes(text: str | int) -> int:
 def _count(value: Any, name: str, least: int = 1) -> int:
     """Return `value` as an int of at least `least`. Integers of numpy and torch count as ints; bools do not."""
     try:
-        number = least - 1 if isinstance(value, bool) or type(value).__name__ == "bool" else index(value)
+        number = least - 1 if type(value).__name__ in ("bool", "bool_") else index(value)  # bool_: numpy 1
     except TypeError:
         number = least - 1
     if number < least:

@@ -241,7 +241,7 @@ class AttentionOptions(NamedTuple):
         sinks, slopes = (
             x.float() if x is not None and _is_other_float(x) else x for x in (self.sinks, self.alibi_slopes)
         )
-        return self._replace(sinks=sinks, alibi_slopes=slopes)
+        return AttentionOptions(*self[:5], sinks, slopes, self.split_tokens)  # Dynamo of torch 2.8 traces no _replace
 
 
 def sides(window: Window | None) -> tuple[int | None, int | None]:

@@ -101,10 +101,10 @@ def paged_attention(
             return attend(  # type: ignore[no-any-return]
                 q_THD, batch, causal=each, tree_mask=tree_mask, out=out, return_lse=return_lse
             )
-    on, masks = AttentionOptions(*options), (tree_mask, each)
     if scale is None:
         checks.given(q=q_THD)
-        on = on._replace(scale=max(1, q_THD.shape[-1]) ** -0.5)
+        options = (max(1, q_THD.shape[-1]) ** -0.5, *options[1:])  # Dynamo of torch 2.8 traces no _replace
+    on, masks = AttentionOptions(*options), (tree_mask, each)
     return operators.attend_by_operator(  # type: ignore[no-any-return]
         q_THD, layer, batch, on, masks, out, return_lse, backend or registry.AUTO
     )

@@ -190,7 +190,8 @@ def test_a_compiled_step_writes_and_reads_the_pool(specs: KVSpec | list[KVSpec],
     batch = cache.plan([cache.open()], [5])
     q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
     if not by_layer and len(cache.specs) > 1:
-        with pytest.raises(Exception, match=r"give the kernels batch\[layer\]"):  # torch may wrap the InvalidRequest
+        # torch may wrap the InvalidRequest; torch 2.8 gives the name of its class alone
+        with pytest.raises(Exception, match=r"give the kernels batch\[layer\]|_DiffersByGroup"):
             torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, batch)
         return
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, batch)
