@@ -251,8 +251,9 @@ def sides(window: Window | None) -> tuple[int | None, int | None]:
             all. So w is (w - 1, None).
     Raises: InvalidRequest for anything else
     """
-    if not isinstance(window, tuple | list):
-        if window is None or isinstance(window, Integral | torch.SymInt):
+    # Dynamo of torch 2.9 takes tuples of classes, not unions.
+    if not isinstance(window, (tuple, list)):
+        if window is None or isinstance(window, (Integral, torch.SymInt)):
             return window, None
         raise InvalidRequest(f"window is {window!r}; give an integer, (left, right), or None for all positions")
     if len(window) != 2 or not all(x is None or (isinstance(x, Integral) and -1 <= x < 2**63 - 1) for x in window):

@@ -126,7 +126,7 @@ def is_batch(batch: object) -> None:
     given(**tables)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(batch, name)
-        if not isinstance(bound, Integral | torch.SymInt):
+        if not isinstance(bound, (Integral, torch.SymInt)):
             raise InvalidRequest(
                 f"batch.{name} is {bound!r:.60}; give an int of the host, at least the largest of the batch's lengths"
             )
