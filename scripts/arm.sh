@@ -9,7 +9,8 @@
 set -e -o pipefail
 WHEELS='filelock|fsspec|hypothesis|iniconfig|jinja2|llvmlite|markupsafe|mpmath|networkx|numba|numpy|packaging|pluggy'
 WHEELS="$WHEELS|pybind11|pygments|pytest|setuptools|sortedcontainers|sympy|typing[_-]extensions|xxhash"
-WHEELS="$WHEELS|annotated-doc|click|markdown-it-py|mdurl|rich|safetensors|shellingham|tokenizers|typer"
+WHEELS="$WHEELS|annotated-doc|annotated-types|click|markdown-it-py|mdurl|pydantic|pydantic_core|rich|safetensors"
+WHEELS="$WHEELS|shellingham|tokenizers|typer|typing-inspection"
 PIP="$BIN/python -m pip --disable-pip-version-check"
 PLATFORMS="$(printf -- '--platform manylinux_2_%s_aarch64 ' $(seq 17 40)) --platform manylinux2014_aarch64"
 

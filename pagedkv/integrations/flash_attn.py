@@ -126,7 +126,7 @@ def flash_attn_varlen_func(
     lengths = cu_seqlens_k.int().diff()
     B = len(lengths)
     if block_table is None:
-        layer, block_table = _paged(k, v, cu_seqlens_k, lengths, max_seqlen_k)
+        layer, block_table = _paged(k, v, cu_seqlens_k, max_seqlen_k)
     else:
         layer = stand_in.layer_of(k, v)
     pages = block_table.shape[-1:]
@@ -252,8 +252,14 @@ def _append(k: Tensor, v: Tensor, layer: KVLayer, block_table: Tensor, lengths: 
     write_kv(k.flatten(0, 1), v.flatten(0, 1), layer, slots)
 
 
-def _paged(k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, max_seqlen_k: int) -> tuple[KVLayer, Tensor]:
-    """Return a layer that holds k and v, [N, K, D], and its block table."""
+def _paged(
+    k: Tensor, v: Tensor, starts: Tensor, max_seqlen_k: int, *, may_be_one: bool = True
+) -> tuple[KVLayer, Tensor]:
+    """Return a layer that holds k and v, [N, K, D], and its block table.
+
+    may_be_one: one sequence alone may be one page, which copies nothing; its bits may differ from those in a batch
+    """
+    lengths = starts.int().diff()
     B, device = len(lengths), k.device
     if stand_in.is_readable(starts):
         first, end = (int(starts[0]), int(starts[-1])) if B else (0, 0)
@@ -261,7 +267,7 @@ def _paged(k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, max_seqlen_k: 
             raise InvalidRequest(
                 f"cu_seqlens_k is {starts.tolist()}; it must rise from 0 to at most {len(k)}, the keys"
             )
-        if B == 1 and end > first:
+        if may_be_one and B == 1 and end > first:
             return KVLayer(k[None, first:], v[None, first:]), torch.zeros(1, 1, dtype=torch.int32)
     S = _RAGGED_PAGE
     pages = torch.div(lengths + S - 1, S, rounding_mode="floor")

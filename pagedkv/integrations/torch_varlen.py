@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from pagedkv import KVLayer, PagedBatch, paged_attention
+from pagedkv import PagedBatch, paged_attention
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import stand_in
 from pagedkv.integrations.flash_attn import _options, _paged, _whole_heads
@@ -89,7 +89,10 @@ def _attend(
         raise InvalidRequest(f"query is {list(query.shape)}; give [tokens, heads, dims]")
     stand_in.check_integers(cu_seq_q=cum_seq_q, cu_seq_k=cum_seq_k, seqused_k=seqused_k, block_table=block_table)
     if block_table is None:
-        layer, table, lengths = _without_pages(key, value, cum_seq_k, seqused_k, max_k)
+        if cum_seq_k is None:
+            raise InvalidRequest("cu_seq_k is missing; give it, or block_table and seqused_k")
+        layer, table = _paged(key, value, cum_seq_k, max_k, may_be_one=num_splits != 1)
+        lengths = _used(cum_seq_k, seqused_k)
     elif seqused_k is None:
         raise InvalidRequest("seqused_k is missing; block_table needs the number of tokens of each sequence")
     else:
@@ -108,16 +111,11 @@ def _attend(
     return lse.T.contiguous()
 
 
-def _without_pages(
-    key: Tensor, value: Tensor, starts: Tensor | None, used: Tensor | None, max_k: int
-) -> tuple[KVLayer, Tensor, Tensor]:
-    """Return pages with the keys and values, the block table, and the number of keys of each sequence that are used."""
-    if starts is None:
-        raise InvalidRequest("cu_seq_k is missing; give it, or block_table and seqused_k")
+def _used(starts: Tensor, used: Tensor | None) -> Tensor:
+    """Return the number of keys of each sequence that are used."""
     stored = starts.int().diff()
-    layer, table = _paged(key, value, starts, stored, max_k)
     stand_in.check_shapes(seqused_k=(used, tuple(stored.shape)))
     if used is not None and stand_in.is_readable(used) and (used > stored).any():
         b = int((used - stored).argmax())
         raise InvalidRequest(f"sequence {b} uses {int(used[b])} keys, and has {int(stored[b])} by cu_seq_k")
-    return layer, table, stored if used is None else used
+    return stored if used is None else used

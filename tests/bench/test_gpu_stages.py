@@ -111,8 +111,8 @@ def test_a_peer_that_is_not_here_is_left_out_with_the_reason(
 ) -> None:
     monkeypatch.setattr(peers, "GROUPS", ((TINY, replace(TINY, kv="int8")),))
     monkeypatch.setattr(peers, "LATENTS", ((replace(TINY, kv_heads=1, head_dim=576),),))
-    for name in ("BASE", "PROMPT"):
-        monkeypatch.setattr(peers, name, TINY)
+    monkeypatch.setattr(peers, "NAMED", tuple((TINY, who, make) for _, who, make in peers.NAMED))
+    monkeypatch.setattr(pool, "ROTATED_BYTES", 1 << 20)
     assert peers.main(["--out", str(tmp_path)]) == 1
     rows = [json.loads(line) for line in (tmp_path / "gpu-attention.jsonl").read_text().splitlines()]
     why = {(row["cell"]["kv"], row["who"]): row.get("why_not", "") for row in rows}

@@ -237,6 +237,7 @@ class Server:
             self.running.pop(draw.randrange(3)).release()
 
 
+@pytest.mark.many_steps
 @pytest.mark.parametrize("hints", [2_000, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_hostile_hints_wedge_no_request_and_cost_no_more_than_their_share(hints: int) -> None:
     hinted = Server(200, 1, hints=0.1, max_pinned=0.0)
