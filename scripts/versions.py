@@ -46,7 +46,8 @@ FOOT: Final = """
 - *torch*: `+cpu` is a build for CPUs. `+cu` is a build for CUDA, whose functions for CPUs were tested. A star marks an
   environment without CUDA's packages: empty libraries stand in for them, because the machine has no GPU.
 - *result*: counts of tests. In each corner that has counts, `python -W error -c "import pagedkv"` prints nothing, and a
-  deprecation warning that comes from pagedkv fails its test.
+  deprecation warning that comes from pagedkv fails its test. A corner that finds no compiled extension compiles one for
+  the instruction set of the machine alone, and has fewer tests.
 
 [Install and run](../start/install.md) says how to choose a version.
 """
