@@ -16,11 +16,13 @@ import inspect
 import json
 import math
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pagedkv.conformance.cases import Case, _Built, _computed, _features, _ratios, _used_slots
 from pagedkv.errors import KernelUnavailable
@@ -29,16 +31,49 @@ from pagedkv.kernels import ops
 _COUNTS = ("right", "wrong", "reads unused", "refused")
 
 
+class _Fault(Exception):
+    """A call did what the contract forbids; the message says what."""
+
+
+def _function(backend: Any, name: str) -> Any:
+    function = getattr(backend, name, None)
+    if function is None:
+        raise NotImplementedError(f"the module has no function {name}")
+    return function
+
+
+def _memory(built: _Built) -> dict[str, Tensor]:
+    """Return all bytes of the memory that holds each tensor of a call, the gaps between its elements included."""
+    names = ("k", "v", "k_scale", "v_scale")
+    tensors = {"q": built.q, **{f"layer.{name}": getattr(built.layer, name) for name in names}}
+    empty = torch.empty(0, dtype=torch.uint8)
+    return {name: empty.new_empty(0).set_(x.untyped_storage()) for name, x in tensors.items() if x is not None}
+
+
+def _differing(memory: dict[str, Tensor], right: dict[str, Tensor]) -> str:
+    return " and ".join(name for name, x in memory.items() if not torch.equal(x, right[name]))
+
+
 def _attend(backend: Any, case: Case, built: _Built) -> float:
     """Return the error of attention over the allowed error."""
-    unset = {"window": None, "softcap": 0.0, "causal": True}
+    attend, unset = _function(backend, "paged_attention"), {"window": None, "softcap": 0.0, "causal": True}
     options = {name: x for name, x in built.options.items() if name not in unset or x != unset[name]}
-    taken = inspect.signature(backend.paged_attention).parameters
-    if not any(x.kind is x.VAR_KEYWORD for x in taken.values()) and (missing := options.keys() - taken.keys()):
-        raise NotImplementedError(f"paged_attention has no argument {' and no '.join(sorted(missing))}")
+    with suppress(ValueError):  # a compiled function may have no signature
+        taken = inspect.signature(attend).parameters
+        if not any(x.kind is x.VAR_KEYWORD for x in taken.values()) and (missing := options.keys() - taken.keys()):
+            raise NotImplementedError(f"paged_attention has no argument {' and no '.join(sorted(missing))}")
     right, plain = (_computed(built, dtype) for dtype in (torch.float64, built.q.dtype))
-    found = backend.paged_attention(built.q, built.layer, built.batch, **options)
+    before = {name: x.clone() for name, x in _memory(built).items()}
+    found = attend(built.q, built.layer, built.batch, **options)
+    if changed := _differing(_memory(built), before):
+        raise _Fault(f"paged_attention changed {changed}")
     out, lse = found if isinstance(found, tuple) else (found, torch.from_numpy(right[1]))
+    (T, H, _), Dv = built.q.shape, right[0].shape[2]
+    for name, x, shape in (("out", out, [T, H, Dv]), ("lse", lse, [T, H])):
+        if list(x.shape) != shape:
+            raise _Fault(f"{name} is {list(x.shape)}; it must be {shape}")
+    if out.dtype != built.q.dtype:
+        raise _Fault(f"out is {out.dtype}; it must be {built.q.dtype}, the dtype of q")
     return max(math.inf if math.isnan(x) else x for x in _ratios(case, (out, lse), right, plain).values())
 
 
@@ -55,21 +90,21 @@ def _cleaned(built: _Built) -> _Built:
 
 
 def _write(backend: Any, case: Case) -> float:
-    """Return inf if a byte of the pool is not what the reference stores."""
-    built, other = case.build(), case.build()
+    """Return 0.0 if each byte of the pool is what the reference stores, or was there before. Raise _Fault if not."""
+    store, built, other = _function(backend, "write_kv"), case.build(), case.build()
     k, v = (torch.randn(len(built.q), case.heads[1], dim).to(built.q.dtype) for dim in case.dims)
     ops.write_kv(k, v, built.layer, built.batch, backend="reference")
-    backend.write_kv(k, v, other.layer, other.batch.slots)
-    pairs = [[getattr(x.layer, name) for x in (built, other)] for name in ("k", "v", "k_scale", "v_scale")]
-    as_bytes = [[x.contiguous().view(-1).view(torch.uint8) for x in pair] for pair in pairs if pair[0] is not None]
-    return 0.0 if all(torch.equal(*pair) for pair in as_bytes) else math.inf
+    store(k, v, other.layer, other.batch.slots)
+    if wrong := _differing(_memory(other), _memory(built)):
+        raise _Fault(f"the memory of {wrong} is not what the reference leaves")
+    return 0.0
 
 
 def _judged(backend: Any, case: Case, is_write: bool) -> tuple[str, float, str]:
     """Return one of _COUNTS, the error over the allowed error, and the reason of what is not right."""
     try:
         if reason := getattr(backend, "refuses", lambda _: "")(case):
-            return "refused", 0.0, reason
+            return "refused", 0.0, str(reason)
         raised = ""
         try:
             error = _write(backend, case) if is_write else _attend(backend, case, case.build())
@@ -81,9 +116,20 @@ def _judged(backend: Any, case: Case, is_write: bool) -> tuple[str, float, str]:
             return "reads unused", clean, f"right with zeros in unused memory, wrong with {raised or 'NaN'}"
         return "right" if error <= 1 else "wrong", error, raised or f"the error is {error:.3g} times the allowed one"
     except (NotImplementedError, KernelUnavailable) as why:
-        return "refused", 0.0, str(why)
+        return "refused", 0.0, str(why) or type(why).__name__
+    except _Fault as why:
+        return "wrong", math.inf, str(why)
     except Exception as why:
         return "wrong", math.inf, f"{type(why).__name__}: {why}"
+
+
+def _finite(x: Any) -> Any:
+    """Return rows for JSON, which has no infinite numbers."""
+    if isinstance(x, dict):
+        return {name: _finite(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _main(argv: list[str] | None = None) -> int:
@@ -93,12 +139,24 @@ def _main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases that have this text in `row: case`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     given = parser.parse_args(argv)
-    backend, rows = importlib.import_module(given.module), []
     notes: dict[tuple[str, str], tuple[str, str]] = {}
-    start = Case(**{"q_lens": (1, 4, 3, 5), "kv_lens": (40, 4, 70, 33)} | getattr(backend, "START", {}))
+    try:
+        backend, rows = importlib.import_module(given.module), []
+        start = Case(**{"q_lens": (1, 4, 3, 5), "kv_lens": (40, 4, 70, 33)} | getattr(backend, "START", {}))
+        if given.json:
+            given.json.touch()
+    except (ImportError, TypeError, OSError) as problem:
+        parser.error(str(problem))
+    if not hasattr(backend, "paged_attention") and not hasattr(backend, "write_kv"):
+        parser.error(f"{given.module} has neither paged_attention nor write_kv")
+    grid = {
+        name: {f"{name}: {case.changes(start) or 'default'}": case for case in cases}
+        for name, cases in _features(start).items()
+    }
+    is_one = any(given.only in cases for cases in grid.values())
     print(f"{'':22}" + "".join(f"{name:>14}" for name in (*_COUNTS, "error")))
-    for name, cases in _features(start).items():
-        chosen = [(text, case) for case in cases if given.only in (text := f"{name}: {case.changes(start)}")]
+    for name, cases in grid.items():
+        chosen = [x for x in cases.items() if (given.only == x[0] if is_one else given.only in x[0])]
         if not chosen:
             continue
         print(f"{name:22}", end="", flush=True)  # a kernel may end the process
@@ -114,7 +172,7 @@ def _main(argv: list[str] | None = None) -> int:
     if not rows:
         parser.error(f"no case has {given.only!r} in `row: case`")
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=1).replace("Infinity", "null") + "\n")
+        given.json.write_text(json.dumps(_finite(rows), indent=1) + "\n")
     return int(any(row["wrong"] + row["reads unused"] for row in rows))
 
 

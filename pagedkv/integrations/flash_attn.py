@@ -265,7 +265,7 @@ def _paged(
         first, end = (int(starts[0]), int(starts[-1])) if B else (0, 0)
         if first < 0 or end > len(k) or (lengths < 0).any():
             raise InvalidRequest(
-                f"cu_seqlens_k is {starts.tolist()}; it must rise from 0 to at most {len(k)}, the keys"
+                f"sequences begin at keys {starts.tolist()}; they must rise from 0 to at most {len(k)}, the keys"
             )
         if may_be_one and B == 1 and end > first:
             return KVLayer(k[None, first:], v[None, first:]), torch.zeros(1, 1, dtype=torch.int32)

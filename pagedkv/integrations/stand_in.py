@@ -81,10 +81,14 @@ def check_shapes(**tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
 
 
 def check_integers(**tensors: Tensor | None) -> None:
-    """Raise InvalidRequest unless each tensor that is given holds integers: others would be cut off."""
+    """Raise InvalidRequest unless each tensor that is given holds integers of 32 bits: others would be cut off."""
     for name, tensor in tensors.items():
-        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+        if tensor is None:
+            continue
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise InvalidRequest(f"{name} is {tensor.dtype}; it must be int32")
+        if tensor.itemsize > 4 and is_readable(tensor) and (wrong := tensor[tensor != tensor.int()]).numel():
+            raise InvalidRequest(f"{name} has {int(wrong[0])}, which int32 cannot hold")
 
 
 def softcap_of(softcap: float | None) -> float:
@@ -177,16 +181,18 @@ def served(layer: KVLayer, batch: PagedBatch, **options: Any) -> PagedBatch:
         )
     if options.get("window") is not None:
         raise InvalidRequest(
-            f"sequence {at} has more queries than keys, in a window that is not causal; give it as many keys, or "
-            "causal=True"
+            f"sequence {at} has more queries than keys, in a window that is not causal; give it as many keys, or a "
+            "causal window"
         )
-    counts = batch.cu_seqlens_q.diff()  # every query sees all, so each can be a sequence
+    counts = batch.cu_seqlens_q.diff()
+    parts = torch.where(more > 0, counts, 1)  # such a query sees all keys, so each can be a sequence
+    queries = torch.where(more > 0, 1, counts).repeat_interleave(parts)
     return replace(
         batch,
-        cu_seqlens_q=torch.arange(int(tokens) + 1, dtype=torch.int32),
-        seq_lens=batch.seq_lens.repeat_interleave(counts),
-        rows=rows.repeat_interleave(counts),
-        max_seqlen_q=1,
+        cu_seqlens_q=torch.cat([batch.cu_seqlens_q[:1], queries.cumsum(0)]).int(),
+        seq_lens=batch.seq_lens.repeat_interleave(parts),
+        rows=rows.repeat_interleave(parts),
+        max_seqlen_q=int(queries.max()),
     )
 
 

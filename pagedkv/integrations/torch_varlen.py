@@ -87,6 +87,8 @@ def _attend(
         raise InvalidRequest("cu_seq_q is missing; give the first token of each sequence, and the end")
     if query.dim() != 3:
         raise InvalidRequest(f"query is {list(query.shape)}; give [tokens, heads, dims]")
+    if value.shape[-1:] != key.shape[-1:]:
+        raise InvalidRequest(f"value is {list(value.shape)} and key {list(key.shape)}; their heads must have one size")
     stand_in.check_integers(cu_seq_q=cum_seq_q, cu_seq_k=cum_seq_k, seqused_k=seqused_k, block_table=block_table)
     if block_table is None:
         if cum_seq_k is None:
@@ -96,6 +98,7 @@ def _attend(
     elif seqused_k is None:
         raise InvalidRequest("seqused_k is missing; block_table needs the number of tokens of each sequence")
     else:
+        stand_in.check_shapes(seqused_k=(seqused_k, (seqused_k.numel(),)))
         layer, table, lengths = stand_in.layer_of(key, value), block_table, seqused_k
     shapes = {"cu_seq_q": (cum_seq_q, (len(lengths) + 1,)), "block_table": (table, (len(lengths), *table.shape[-1:]))}
     stand_in.check_shapes(**shapes)

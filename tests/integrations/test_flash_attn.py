@@ -193,7 +193,7 @@ def test_ragged_keys_begin_and_end_where_cu_seqlens_k_says() -> None:
             mine, keys = slice(int(starts_q[b]), int(starts_q[b + 1])), slice(starts[b], starts[b + 1])
             close(out[mine], attention(q[mine], k[keys], v[keys])[0])
         starts[-1] = 20
-        with pytest.raises(InvalidRequest, match="it must rise from 0 to at most 9, the keys"):
+        with pytest.raises(InvalidRequest, match="they must rise from 0 to at most 9, the keys"):
             flash_attn_varlen_func(q, k, v, starts_q, torch.tensor(starts, dtype=torch.int32), 4, 20)
 
 

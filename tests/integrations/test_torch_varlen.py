@@ -108,27 +108,24 @@ def test_keys_without_pages_and_unused_keys() -> None:
     close(one, out[:1].double())
 
 
-def test_one_split_gives_bits_that_do_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("neighbour", [(1, 700), (3, 1)], ids=["one query", "more queries than keys"])
+@pytest.mark.parametrize("is_paged", [True, False], ids=["pages", "ragged"])
+def test_one_split_gives_bits_that_do_not_depend_on_the_batch(neighbour: tuple[int, int], is_paged: bool) -> None:
     torch.manual_seed(4)
-    pool, q = Pool([1300, 700], spare=0, dtype=torch.bfloat16, size=24), torch.randn(2, H, D).bfloat16()
-    args, options = pages(pool, [1, 1], num_splits=1)
-    both = varlen.varlen_attn(q, *args, **options)
-    for b in range(2):
-        mine = {"block_table": pool.table[b : b + 1], "seqused_k": pool.lengths[b : b + 1]}
-        alone = varlen.varlen_attn(q[b : b + 1], pool.k, pool.v, starts([1]), None, 1, 1300, **{**options, **mine})
-        assert torch.equal(alone[0], both[b])
+    counts, lengths, options = [70, neighbour[0]], [1300, neighbour[1]], {"enable_gqa": True, "num_splits": 1}
+    pool = Pool(lengths, spare=0, dtype=torch.bfloat16, size=24)
+    q, k, v = torch.randn(sum(counts), H, D).bfloat16(), torch.cat(pool.keys), torch.cat(pool.values)
 
+    def attend(of: slice) -> Tensor:
+        keys, rows, queries = starts(lengths)[of.start : of.stop + 1], starts(counts), counts[of]
+        mine = q[int(rows[of.start]) : int(rows[of.stop])]
+        if is_paged:
+            tables = {"block_table": pool.table[of], "seqused_k": pool.lengths[of]}
+            return varlen.varlen_attn(mine, pool.k, pool.v, starts(queries), None, 70, 1300, **tables, **options)
+        held = [x[int(keys[0]) : int(keys[-1])] for x in (k, v)]
+        return varlen.varlen_attn(mine, *held, starts(queries), keys - keys[0], 70, 1300, **options)
 
-def test_one_split_of_ragged_keys_gives_bits_that_do_not_depend_on_the_batch() -> None:
-    torch.manual_seed(4)
-    lengths, q = [1300, 700], torch.randn(2, H, D).bfloat16()
-    k, v = (torch.randn(sum(lengths), K, D).bfloat16() for _ in range(2))
-    options = {"enable_gqa": True, "num_splits": 1}
-    both = varlen.varlen_attn(q, k, v, starts([1, 1]), starts(lengths), 1, 1300, **options)
-    for b, mine in enumerate((slice(0, 1300), slice(1300, 2000))):
-        n = lengths[b]
-        alone = varlen.varlen_attn(q[b : b + 1], k[mine], v[mine], starts([1]), starts([n]), 1, n, **options)
-        assert torch.equal(alone[0], both[b])
+    assert torch.equal(torch.cat([attend(slice(0, 1)), attend(slice(1, 2))]), attend(slice(0, 2)))
 
 
 def test_strided_queries_and_outputs() -> None:
@@ -149,6 +146,8 @@ def test_strided_queries_and_outputs() -> None:
         ("seqused_k is missing; block_table needs", {"seqused_k": None}),
         ("page 1 of sequence 0 is 2147480000; the cache has", {"seqused_k": torch.tensor([65, 4, 40]).int()}),
         (r"seqused_k is torch.float32; it must be int32", {"seqused_k": torch.tensor([19.0, 4.0, 40.0])}),
+        ("seqused_k has 4294967301, which int32 cannot hold", {"seqused_k": torch.tensor([2**32 + 5, 4, 40])}),
+        (r"seqused_k is \[\]; it must be \[1\]", {"seqused_k": torch.tensor(4).int()}),
         (r"cu_seq_q is \[4\]; it must be \[3\]", {"seqused_k": torch.tensor([19, 4]).int()}),
         (r"block_table is \[3\]; it must be \[3, 3\]", {"block_table": torch.zeros(3).int()}),
         ("cu_seq_k is missing; give it", {"block_table": None, "seqused_k": None}),
@@ -161,6 +160,13 @@ def test_wrong_arguments_are_refused(message: str, changed: dict[str, Any]) -> N
         args = (pool.keys[0], pool.values[0], *args[2:])
     with pytest.raises(InvalidRequest, match=message):
         varlen.varlen_attn(q, *args, **{**options, **changed})
+
+
+def test_values_of_another_head_size_are_refused() -> None:
+    pool, q = Pool(LENGTHS, spare=0, size=64), torch.randn(sum(COUNTS), H, D)
+    args, options = pages(pool, COUNTS)
+    with pytest.raises(InvalidRequest, match="their heads must have one size"):
+        varlen.varlen_attn(q, args[0], args[1][..., : D // 2], *args[2:], **options)
 
 
 def test_more_keys_used_than_stored_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -88,6 +89,53 @@ def test_a_fault_is_counted_in_its_column(judged: Any, capsys: Any, function: An
     assert (f"--only '{row}: " in capsys.readouterr().out) == (column != "right")
 
 
+def zeroes_keys_after_use(q: Any, layer: Any, batch: Any) -> Any:
+    found = attend(q, layer, batch)
+    layer.k.view(torch.uint8).zero_()
+    return found
+
+
+def gives_too_many_rows(*args: Any) -> Any:
+    return attend(*args)[0].repeat(2, 1, 1)
+
+
+def gives_float64(*args: Any) -> Any:
+    return attend(*args)[0].double()
+
+
+def gives_lse_by_head(*args: Any) -> Any:
+    out, lse = attend(*args)
+    return out, lse.T
+
+
+def says_nothing(*args: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("function", "printed"),
+    [
+        (zeroes_keys_after_use, "wrong: paged_attention changed layer.k"),
+        (gives_too_many_rows, r"wrong: out is \[288, 4, 64\]; it must be \[144, 4, 64\]"),
+        (gives_float64, "wrong: out is torch.float64; it must be torch.float32"),
+        (gives_lse_by_head, r"wrong: lse is \[4, 144\]; it must be \[144, 4\]"),
+        (says_nothing, "refused: NotImplementedError"),
+    ],
+)
+def test_a_verdict_says_what_is_not_right(judged: Any, capsys: Any, function: Any, printed: str) -> None:
+    judged("prefill", paged_attention=function)
+    assert re.search(printed, capsys.readouterr().out)
+
+
+def zeroes_what_lies_between_frames(k: Any, v: Any, layer: Any, slots: Any) -> None:
+    held = layer.k.clone()
+    pagedkv.write_kv(k, v, layer, slots)
+    if not held.is_contiguous():
+        stored = layer.k.clone()
+        torch.empty(0, dtype=torch.uint8).set_(layer.k.untyped_storage()).zero_()
+        layer.k.copy_(stored)
+
+
 def writes_nothing_to_the_last(k: Any, v: Any, layer: Any, slots: Any) -> None:
     pagedkv.write_kv(k[:-1], v[:-1], layer, slots[:-1])
 
@@ -99,7 +147,12 @@ def writes_where_the_slot_is_negative(k: Any, v: Any, layer: Any, slots: Any) ->
 
 @pytest.mark.parametrize(
     ("function", "wrong"),
-    [(writes_nothing_to_the_last, 6), (writes_where_the_slot_is_negative, 6), (pagedkv.write_kv, 0)],
+    [
+        (writes_nothing_to_the_last, 6),
+        (writes_where_the_slot_is_negative, 6),
+        (zeroes_what_lies_between_frames, 6),
+        (pagedkv.write_kv, 0),
+    ],
 )
 def test_a_store_that_differs_in_a_byte_is_wrong(judged: Any, function: Any, wrong: int) -> None:
     """The last token of every second case is padding; a store that skips it is right there."""
@@ -121,10 +174,24 @@ def test_kernels_of_this_package_are_right_in_every_row(capsys: pytest.CaptureFi
     assert all(counts[1:] == ["0", "0", "0"] for counts in rows)
 
 
-def test_no_case_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["pagedkv", "--only", "no such row"], "no case has 'no such row'"),
+        (["no_such_module"], "No module named 'no_such_module'"),
+        (["json"], "json has neither paged_attention nor write_kv"),
+        (["pagedkv", "--json", "no/such/folder"], "No such file or directory"),
+    ],
+)
+def test_wrong_words_are_refused_before_a_case_runs(words: list[str], printed: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        _main(["pagedkv", "--only", "no such row"])
-    assert "no case has 'no such row'" in capsys.readouterr().err
+        _main(words)
+    assert printed in capsys.readouterr().err
+
+
+def test_the_text_of_a_case_selects_it_alone(capsys: Any) -> None:
+    _main(["pagedkv", "--only", "block size: block_size=1"])
+    assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["1", "0"]
 
 
 @pytest.mark.parametrize("row", [name for name in _features(START) if not name.startswith("write")])
