@@ -229,6 +229,9 @@ release: ## tag the commit that is checked out (VERSION=0.1.0)
 	@grep -qx '__version__ = "$(VERSION)"' pagedkv/__init__.py || { echo 'pagedkv/__init__.py has another version'; exit 1; }
 	@grep -Eqx '## $(VERSION), [0-9]{4}-[0-9]{2}-[0-9]{2}' CHANGELOG.md || \
 		{ echo 'the heading of $(VERSION) in CHANGELOG.md has no date'; exit 1; }
+	@! grep -En 'not on a package index|not released yet' README.md docs/start/install.md || \
+		{ echo 'these sentences are not true of a release'; exit 1; }
+	@grep -q '^Repository = ' pyproject.toml || { echo 'name the Repository in [project.urls] of pyproject.toml'; exit 1; }
 	@git tag --sign --message 'pagedkv $(VERSION)' v$(VERSION)
 	@echo 'git push origin v$(VERSION)  # publishes it'
 

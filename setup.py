@@ -1,5 +1,5 @@
-"""The part of the build that pyproject.toml cannot express: packages whose folder lies elsewhere, and the optional C++
-extension.
+"""The part of the build that pyproject.toml cannot express: packages whose folder lies elsewhere, the links of the
+README, and the optional C++ extension.
 
 The extension `pagedkv.kernels._cpu` is built from csrc/cpu: pybind11 over raw pointers and strides. It does not link
 against torch, so one wheel serves every torch version. The extension is optional: without pybind11 or a compiler the
@@ -18,9 +18,11 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,17 @@ ELSEWHERE = {
 def say(line: str) -> None:
     """Print one line to the stream that pip shows with -v."""
     print(f"pagedkv: {line}", flush=True)
+
+
+def readme() -> str:
+    """Return README.md. Its links become addresses, as an index needs, if [project.urls] names the Repository."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = project.get("urls", {}).get("Repository")
+    if address is None:
+        return text
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{address}/raw/HEAD/", text)
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\1{address}/blob/HEAD/", text)
 
 
 def extensions() -> list[Extension]:
@@ -204,6 +217,8 @@ if __name__ == "__main__":
             *(f"pagedkv.bench.{name}" for name in find_packages("bench")),
         ],
         package_dir=ELSEWHERE,
+        long_description=readme(),
+        long_description_content_type="text/markdown",
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuild},
     )

@@ -139,6 +139,16 @@ def test_the_wheel_carries_all_of_the_package(wheel):
     assert sorted(expected - names_in(wheel)) == []
 
 
+def test_links_of_the_readme_are_addresses_on_an_index(fresh, tmp_path):
+    project = fresh / "pyproject.toml"
+    project.write_text(project.read_text() + '\n[project.urls]\nRepository = "https://example.org/pagedkv"\n')
+    with zipfile.ZipFile(build("wheel", fresh, tmp_path / "out", hide="pybind11")[0]) as archive:
+        text = archive.read(f"pagedkv-{pagedkv.__version__}.dist-info/METADATA").decode()
+    assert "](https://example.org/pagedkv/blob/HEAD/docs/start/tutorial.md)" in text
+    assert "](https://example.org/pagedkv/raw/HEAD/docs/img/fork.svg)" in text
+    assert not re.findall(r"\]\((?!https?:)", text)
+
+
 def test_the_command_is_declared(wheel):
     with zipfile.ZipFile(wheel) as archive:
         entry = archive.read(f"pagedkv-{pagedkv.__version__}.dist-info/entry_points.txt").decode()

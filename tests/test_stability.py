@@ -1,4 +1,4 @@
-"""The promise of docs/reference/stability.md: signatures of the stable names, the layout of a frame, names in tiers.
+"""The promise of docs/reference/stability.md: stable signatures and options, the layout of a frame, names in tiers.
 
 `python -m tests.test_stability` writes tests/stable.txt anew. A line that changes or goes is a change which the page
 says how to announce; a new line is not.
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 import pagedkv
 from pagedkv import KVSpec, PagedKVCache
+from pagedkv.cli.app import app
 from pagedkv.tiers.tier_names import FORMAT, Namer, fingerprint
 
 FILE = Path(__file__).with_name("stable.txt")
@@ -25,6 +27,7 @@ MODULES = {
     "pagedkv.core": ["FramePool", "MemoryManager", "Receipt"],
     "pagedkv.engine": ["Completion", "Engine", "Limits", "Request", "SamplingParams"],
     "pagedkv.errors": None,
+    "pagedkv.integrations.torch_varlen": ["activate"],
     "pagedkv.integrations.transformers": ["paged_batching", "patch", "unpatch"],
     "pagedkv.tiers": ["DiskTier", "HostTier", "ObjectTier", "RedisTier", "Tier"],
 }
@@ -71,12 +74,18 @@ def lines() -> Iterator[str]:
                 yield from members(f"{module}.{name}", found)
     for spec in SPECS:
         cache = PagedKVCache(spec, num_frames=1)
-        parts = [part for layer in range(len(cache)) for part in (cache[layer].k, cache[layer].v, cache[layer].k_scale)]
+        fields = ("k", "v", "k_scale", "v_scale")
+        parts = [getattr(cache[layer], field) for layer in range(len(cache)) for field in fields]
         begin = parts[0].data_ptr()
         places = [(one.data_ptr() - begin, *one.shape[1:], *one.stride()[1:]) for one in parts if one is not None]
         yield f"frame of format {FORMAT}: {spec}: {spec.frame_bytes} bytes, {places}"
         facts = fingerprint([spec], [0] * spec.num_layers, spec.frame_bytes, model="m")
         yield f"page in tiers of format {FORMAT}: {spec}: {Namer(facts, 1).key(bytes(32), b'tenant', 0).name.hex()}"
+
+    commands: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+    for name, command in commands.items():
+        for parameter in command.params if name != "bench" else ():
+            yield f"pagedkv {name} {'/'.join([*parameter.opts, *parameter.secondary_opts])}"
 
 
 def test_what_is_promised_is_there() -> None:
