@@ -21,7 +21,7 @@ CACHE: Final = ("pagedkv/core", "pagedkv/cache")
 MEASURED: Final = {
     "manager": ("pagedkv/core",), "fragmentation": ("pagedkv/core",), "states": ("pagedkv/core",),
     "hints": ("pagedkv/core",), "attention": KERNELS, "bandwidth": KERNELS, "tiers": (*CACHE, "pagedkv/tiers"),
-    "varlen": (*KERNELS, "pagedkv/integrations"), "generate": (*KERNELS, *CACHE, "pagedkv/engine"),
+    "varlen": (*KERNELS, "pagedkv/integrations/torch_varlen.py"), "generate": (*KERNELS, *CACHE, "pagedkv/engine"),
     "transformers": (*KERNELS, *CACHE, "pagedkv/integrations/transformers"),
     "vllm": (*KERNELS, "pagedkv/core", "pagedkv/integrations/vllm"),
 }  # fmt: skip
