@@ -36,9 +36,9 @@ HEAD: Final = """# Speed
 `pagedkv bench report` wrote this page from `bench/results`. It shows the newest row of each cell, if no later commit
 has changed the files that the benchmark measures.
 
-[How we measure](how-we-measure.md) has the rules, and the names of the machines. `of bound` is the share of a limit that
-was measured in the same turns, or the ratio to a peer; the pages on each part say which. `disturbed`: other processes
-took more than 5 % of too many turns, or memory changed its speed.
+[How we measure](how-we-measure.md) has the rules, and the names of the machines. `of bound` is the share of a limit
+that was measured in the same turns, or the ratio to a peer; the pages on each part say which. `disturbed`: other
+processes took more than 5 % of too many turns, or memory changed its speed.
 """
 
 
