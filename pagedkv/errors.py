@@ -39,7 +39,7 @@ class OutOfFrames(PagedKVError):
         super().__init__(
             f"this step needs {needed} frames; {free} are free, {evictable} evictable and {pending} pending. "
             f"Preempt sequences that hold at least {self.shortfall} frames, wait for the pending ones, or raise "
-            "num_frames."
+            "num_frames or memory."
         )
 
 

@@ -112,7 +112,7 @@ class Storage:
         except (OSError, RuntimeError, OverflowError, ValueError) as error:
             raise InvalidRequest(
                 f"{num_frames} frames of {self.frame_bytes} bytes are {num_bytes} bytes, more than {self.device} "
-                f"can give ({error}); give fewer frames"
+                f"can give ({error}); give fewer frames or less memory"
             ) from error
         self.frames: torch.Tensor = self.bytes.view(num_frames, self.frame_bytes)
         places = [self.layer_groups[:layer].count(group) for layer, group in enumerate(self.layer_groups)]

@@ -211,6 +211,8 @@ def _table(found: dict[str, Any], specs: tuple[KVSpec, ...], *, is_here: bool) -
     memory = _size(found["memory_bytes"]) + (" free on this machine" if is_here else "")
     facts["memory"] = memory if speed is None else f"{memory}, read at {_size(speed)}/s"
     facts["longest context"] = "no limit" if longest is None else f"{longest:,} tokens"
+    if weights is not None and weights >= found["memory_bytes"]:
+        facts["longest context"] = "none: the weights alone fill the memory; give more --memory"
     facts["at once"] = f"{sequences:,} sequences of {context}, in {found['num_frames']:,} frames"
     if not sequences:
         return facts

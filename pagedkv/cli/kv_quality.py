@@ -9,12 +9,16 @@ from pagedkv.engine.checkpoint import BUNDLED
 from pagedkv.engine.checkpoint.tokenizer import Tokenizer
 from pagedkv.engine.model.decoder import Decoder
 from pagedkv.engine.model.kv_quality import calibration_of, kv_quality
+from pagedkv.errors import InvalidRequest
 from pagedkv.kv_gate import BOUND, Gate
 
 
 def run(given: Measuring) -> None:
     """Print the table, and draw the picture if it is asked for. Raises: InvalidRequest; CheckpointError"""
-    path, text, plot = given.folder() or BUNDLED, given.text_of(given.text), Shown(plot=given.plot).plot
+    folder, text, plot = given.folder(), given.text_of(given.text), Shown(plot=given.plot).plot
+    if folder is None and text is None:
+        raise InvalidRequest("the bundled checkpoint reads nothing but its records; give --model DIR, or --text FILE")
+    path = folder or BUNDLED
     tokenizer = Tokenizer.load(path)
     decoder = Decoder.load(path, dtype=given.dtype, device=given.device, weights=given.weights)
     ids, others = Gate.token_ids(tokenizer.encode, decoder.config.max_position_embeddings, text)
