@@ -8,7 +8,6 @@ gather, SDPA, heads as rows  the same copy; the query heads of a KV head are row
 
 from __future__ import annotations
 
-import statistics
 from typing import Any, Final
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pagedkv import KVLayer, PagedBatch, bind_attention
 from pagedkv.bench import record
-from pagedkv.bench.clock import in_turn, ratios
+from pagedkv.bench.clock import compare, in_turn
 from pagedkv.integrations import torch_varlen
 
 B, N, H, K, D, S = 8, 8192, 32, 8, 128, 16
@@ -55,21 +54,12 @@ def variants() -> dict[str, Any]:
 def main() -> None:
     """Measure, print and keep the rows."""
     torch_varlen.activate()
-    about, found = (
-        record.provenance(),
-        in_turn({name: lambda run=run: run for name, run in variants().items()}, REPETITIONS),
-    )
+    about = record.provenance()
+    found = in_turn({name: lambda run=run: run for name, run in variants().items()}, REPETITIONS)
     for name, timing in found.items():
-        each = ratios(timing, found[OURS], lambda one, other: one / other)
-        row: dict[str, Any] = {
-            "bench": "varlen",
-            "case": "decode",
-            "batch": B,
-            "context": N,
-            "variant": name,
-            "unit": "us",
-        }
-        row |= timing.fields(lambda seconds: 1e6 * seconds) | {"of_bound_call": statistics.median(each), "must": None}
+        share = compare(timing, found[OURS], lambda one, other: one / other)
+        row: dict[str, Any] = {"bench": "varlen", "case": "decode", "batch": B, "context": N, "variant": name}
+        row |= {"unit": "us", "of_bound_call": share, "must": None} | timing.fields(lambda seconds: 1e6 * seconds)
         record.append([row | about], None, "varlen")
         print(f"{name:30}{row['median']:12,.0f} us  {row['of_bound_call']:.3f} x the bound call, {row['clean']} clean")
 
