@@ -18,6 +18,7 @@ class WorkerProcess:
     """A process whose PYTHONPATH is that of `environ` alone, and whose stderr is dropped.
 
     name:    the words by which errors call it.
+    command: a relative path of the program counts from the folder of this process.
     environ: variables of its environment, beside those of this process.
     Raises:  OSError if it cannot be started
     """
@@ -25,7 +26,9 @@ class WorkerProcess:
     def __init__(self, name: str, command: Sequence[str], environ: dict[str, str], folder: Path) -> None:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environ
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.name, self.process = name, subprocess.Popen(command, env=env, text=True, cwd=folder, **pipes)
+        program = os.path.abspath(command[0]) if os.sep in command[0] else command[0]
+        words = [program, *command[1:]]
+        self.name, self.process = name, subprocess.Popen(words, env=env, text=True, cwd=folder, **pipes)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request. Raises: OSError if the process has ended."""

@@ -175,7 +175,7 @@ def _bench_manager(asked: _Managing, shown: Shown) -> None:
     from pagedkv.cli.bench.run import run
 
     rounds = asked.rounds or (5 if shown.quick else 50)
-    pythons, cases = [str(path.absolute()) for path in asked.peers_python or []], runner.chosen(asked.case or [])
+    pythons, cases = [str(path) for path in asked.peers_python or []], runner.chosen(asked.case or [])
     rows = scaling.measure if asked.scaling else partial(runner.measure, pythons=pythons, cases=cases)
     run("manager", lambda report: rows(rounds, report), shown)
 
@@ -185,7 +185,7 @@ def _bench_generate(asked: _Hosting, engines: _Engines, shown: Shown) -> None:
     """Steps of the reference engine against the speed of memory, other engines beside it. Minutes, 12 GiB."""
     from pagedkv.cli.bench.run import host
 
-    more: dict[str, Any] = {"pythons": [str(path.absolute()) for path in engines.peers_python or []]}
+    more: dict[str, Any] = {"pythons": [str(path) for path in engines.peers_python or []]}
     if shown.quick:
         from pagedkv.bench.generate.models import quick_config
 
