@@ -56,6 +56,7 @@ help: ## this list
 
 demo: $(STAMPS)/base ## install the package and its engine, and answer a question from the bundled checkpoint
 	@$(BIN)/pagedkv generate </dev/null
+	@echo 'Next: source $(BIN)/activate && pagedkv generate --chat'
 
 test: $(STAMPS)/dev ## check, then the tests that take seconds
 	@$(SIDE_BY_SIDE) compiled $(CHECKS)
@@ -266,7 +267,7 @@ $(STAMPS)/torch: $(STAMPS)/torch.wish
 	@touch $@
 
 $(STAMPS)/base: $(STAMPS)/torch $(INPUTS)
-	@echo "installing pagedkv into $(VENV)"
+	@echo "installing pagedkv into $(VENV), and compiling its C++ for this machine: minutes"
 	@$(BIN)/python -c 'from importlib.metadata import requires; print(*requires("torch"), sep="\n")' | \
 		grep -q '^$(OF_CUDA)' && grep -v '^$(OF_CUDA)' scripts/constraints.txt > $(STAMPS)/constraints.txt || \
 		cp scripts/constraints.txt $(STAMPS)/constraints.txt
