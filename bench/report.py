@@ -84,8 +84,9 @@ def page(rows: Iterable[Row]) -> str:
     for machine, benches in parts.items():
         text.append(f"## {machine}\n")
         for bench, some in sorted(benches.items(), key=lambda pair: list(TITLES).index(pair[0])):
-            commands = dict.fromkeys(f"`{row['command']}` at {row['commit']}, {row['when'][:10]}" for row in some)
-            text += [f"### {TITLES[bench]}\n", "; ".join(commands) + ".\n", *_table(some), ""]
+            commands = dict.fromkeys(f"| `{row['command']}` | {row['commit']} | {row['when'][:10]} |" for row in some)
+            text += [f"### {TITLES[bench]}\n", "| command | commit | date |", "|---|---|---|", *commands, ""]
+            text += [*_table(some), ""]
     return "\n".join(text)
 
 

@@ -146,7 +146,7 @@ def test_links_of_the_readme_are_addresses_on_an_index(fresh, tmp_path):
         text = archive.read(f"pagedkv-{pagedkv.__version__}.dist-info/METADATA").decode()
     assert "](https://example.org/pagedkv/blob/HEAD/docs/start/tutorial.md)" in text
     assert "](https://example.org/pagedkv/raw/HEAD/docs/img/fork.svg)" in text
-    assert not re.findall(r"\]\((?!https?:)", text)
+    assert not re.findall(r"\]\((?!https?:|#)", text)
 
 
 def test_the_command_is_declared(wheel):
