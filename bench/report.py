@@ -21,7 +21,8 @@ CACHE: Final = ("pagedkv/core", "pagedkv/cache")
 MEASURED: Final = {
     "manager": ("pagedkv/core",), "fragmentation": ("pagedkv/core",), "states": ("pagedkv/core",),
     "hints": ("pagedkv/core",), "attention": KERNELS, "bandwidth": KERNELS, "tiers": (*CACHE, "pagedkv/tiers"),
-    "varlen": (*KERNELS, "pagedkv/integrations/torch_varlen.py"), "generate": (*KERNELS, *CACHE, "pagedkv/engine"),
+    "varlen": (*KERNELS, *(f"pagedkv/integrations/{name}.py" for name in ("torch_varlen", "flash_attn", "stand_in"))),
+    "generate": (*KERNELS, *CACHE, "pagedkv/engine"),
     "transformers": (*KERNELS, *CACHE, "pagedkv/integrations/transformers"),
     "vllm": (*KERNELS, "pagedkv/core", "pagedkv/integrations/vllm"),
 }  # fmt: skip
@@ -66,10 +67,10 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 @cache
 def is_current(bench: str, commit: str) -> bool:
-    """Return whether the files that a benchmark measures are those of its commit."""
+    """Return whether the files that a benchmark measures are those of a commit. Git knows no "...-dirty"."""
     files = (*MEASURED[bench], f"bench/{bench}", f"bench/{bench}.py")
     words = ["git", "-C", str(HERE.parent), "diff", "--quiet", commit, "--", *files]
-    return "-dirty" not in commit and subprocess.run(words, capture_output=True, check=False).returncode == 0
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 def page(rows: Iterable[Row]) -> str:
@@ -78,9 +79,9 @@ def page(rows: Iterable[Row]) -> str:
     for row in rows:
         machine = row["machine"] + (f", {row['forced_isa']} alone" if row.get("forced_isa") else "")
         parts.setdefault(machine, {}).setdefault(row["bench"], []).append(row)
-    text = (
-        [HEAD] if parts else [HEAD, "No row is of today's code. `pagedkv bench all` measures it on a clean checkout.\n"]
-    )
+    text = [HEAD]
+    if not parts:
+        text.append("No row is of today's code. `pagedkv bench all` measures it on a clean checkout.\n")
     for machine, benches in parts.items():
         text.append(f"## {machine}\n")
         for bench, some in sorted(benches.items(), key=lambda pair: list(TITLES).index(pair[0])):

@@ -46,8 +46,8 @@ def _memory(built: _Built) -> dict[str, Tensor]:
     """Return all bytes of the memory that holds each tensor of a call, the gaps between its elements included."""
     names = ("k", "v", "k_scale", "v_scale")
     tensors = {"q": built.q, **{f"layer.{name}": getattr(built.layer, name) for name in names}}
-    empty = torch.empty(0, dtype=torch.uint8)
-    return {name: empty.new_empty(0).set_(x.untyped_storage()) for name, x in tensors.items() if x is not None}
+    given = {name: x.untyped_storage() for name, x in tensors.items() if x is not None}
+    return {name: torch.empty(0, dtype=torch.uint8).set_(storage) for name, storage in given.items()}
 
 
 def _differing(memory: dict[str, Tensor], right: dict[str, Tensor]) -> str:
@@ -142,11 +142,14 @@ def _main(argv: list[str] | None = None) -> int:
     notes: dict[tuple[str, str], tuple[str, str]] = {}
     try:
         backend, rows = importlib.import_module(given.module), []
-        start = Case(**{"q_lens": (1, 4, 3, 5), "kv_lens": (40, 4, 70, 33)} | getattr(backend, "START", {}))
         if given.json:
             given.json.touch()
-    except (ImportError, TypeError, OSError) as problem:
+    except (ImportError, OSError) as problem:
         parser.error(str(problem))
+    try:
+        start = Case(**{"q_lens": (1, 4, 3, 5), "kv_lens": (40, 4, 70, 33)} | getattr(backend, "START", {}))
+    except TypeError as problem:
+        parser.error(f"START of {given.module}: {problem}")
     if not hasattr(backend, "paged_attention") and not hasattr(backend, "write_kv"):
         parser.error(f"{given.module} has neither paged_attention nor write_kv")
     grid = {

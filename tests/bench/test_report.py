@@ -46,13 +46,17 @@ def test_the_newest_current_row_of_a_cell_is_shown(monkeypatch: pytest.MonkeyPat
 def test_a_row_of_changed_or_uncommitted_files_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
     if git("rev-parse", "HEAD").returncode:
         pytest.skip("this is no checkout")
-    head, monkeyed = git("rev-parse", "HEAD").stdout.strip(), dict(report.MEASURED, manager=("CHANGELOG.md",))
-    report.is_current.cache_clear()
+    head = git("rev-parse", "HEAD").stdout.strip()
     first = git("log", "--format=%H", "--diff-filter=A", "--", "CHANGELOG.md").stdout.split()[-1]
-    monkeypatch.setattr(report, "MEASURED", monkeyed)
+    monkeypatch.setattr(report, "MEASURED", {"manager": ("CHANGELOG.md",)})
+    report.is_current.cache_clear()
     assert not report.is_current("manager", f"{head}-dirty")
     assert not report.is_current("manager", first)
     report.is_current.cache_clear()
+
+
+def test_without_a_current_row_the_page_says_what_to_run() -> None:
+    assert "`pagedkv bench all` measures it" in report.page([])
 
 
 def test_the_page_is_what_the_command_writes(tmp_path: Path) -> None:

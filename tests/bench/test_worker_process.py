@@ -1,4 +1,4 @@
-"""Workers of benchmarks."""
+"""The processes in which peers of benchmarks run."""
 
 from __future__ import annotations
 

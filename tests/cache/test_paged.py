@@ -191,7 +191,8 @@ def test_a_compiled_step_writes_and_reads_the_pool(specs: KVSpec | list[KVSpec],
     q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
     if not by_layer and len(cache.specs) > 1:
         # torch may wrap the InvalidRequest; torch 2.8 gives the name of its class alone
-        with pytest.raises(Exception, match=r"give the kernels batch\[layer\]|_DiffersByGroup"):
+        is_old = torch.__version__.startswith("2.8.")
+        with pytest.raises(Exception, match="_DiffersByGroup" if is_old else r"give the kernels batch\[layer\]"):
             torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, batch)
         return
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, batch)

@@ -76,6 +76,11 @@ def test_without_options_the_memory_is_that_of_this_machine_and_its_speed_is_mea
     assert "unknown, counted as none; give --weights SIZE" in command("fit", *TEXTBOOK, "--memory", "1GB").out
 
 
+def test_weights_that_fill_the_memory_are_named(command):
+    out = command("fit", *TEXTBOOK, "--memory", "10GB", "--weights", "16GB").out
+    assert "none: the weights alone fill the memory; give more --memory" in " ".join(out.split())
+
+
 def test_without_memory_nothing_is_measured_and_what_linux_can_drop_is_free(command, monkeypatch):
     texts = {"/proc/meminfo": "MemTotal: 4 kB\nMemAvailable: 3 kB", "/sys/fs/cgroup/memory.stat": "inactive_file 500"}
     texts |= {"/sys/fs/cgroup/memory.max": "2048", "/sys/fs/cgroup/memory.current": "2000"}

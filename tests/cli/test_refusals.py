@@ -86,6 +86,7 @@ REFUSED = BEFORE_TORCH | {
     "generate --kv-dtype auto": "a text of 64 different tokens or more, and this one has 58",
     "kv-quality --text TRACE": "a text of 64 different tokens or more, and this one has",
     "kv-quality --plot kinds.png": "charts are SVG",
+    "kv-quality": "the bundled checkpoint reads nothing but its records; give --model DIR, or --text FILE",
     "kv-quality --device toaster": "--device is 'toaster'; give cpu",
     # tiers
     "generate --tier host": "a tier is 'host'",

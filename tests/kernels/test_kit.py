@@ -181,9 +181,13 @@ def test_kernels_of_this_package_are_right_in_every_row(capsys: pytest.CaptureFi
         (["no_such_module"], "No module named 'no_such_module'"),
         (["json"], "json has neither paged_attention nor write_kv"),
         (["pagedkv", "--json", "no/such/folder"], "No such file or directory"),
+        (["wrong_start"], "START of wrong_start: "),
     ],
 )
-def test_wrong_words_are_refused_before_a_case_runs(words: list[str], printed: str, capsys: Any) -> None:
+def test_wrong_words_are_refused_before_a_case_runs(
+    words: list[str], printed: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wrong_start", SimpleNamespace(START={"page_size": 32}, write_kv=None))
     with pytest.raises(SystemExit):
         _main(words)
     assert printed in capsys.readouterr().err
